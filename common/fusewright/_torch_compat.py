@@ -17,6 +17,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree  # noqa: F401  a private name that others import from here
 
+LITERAL = "_tensor_constant"  # how AOTAutograd's names of literals begin
 DYNAMO = "torch._dynamo"
 """The import done by a process's first compilation: a second of a core. Import it once before forking many processes."""
 
@@ -231,7 +232,7 @@ def is_overload(target: object) -> bool:
 
 def is_literal(node: Node) -> bool:
     """Whether a node is a tensor literal of the program, which nobody else references."""
-    return node.op == "get_attr" and str(node.target).startswith("_tensor_constant")
+    return node.op == "get_attr" and str(node.target).startswith(LITERAL)
 
 
 def is_higher_order(target: object) -> bool:

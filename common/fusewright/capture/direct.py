@@ -189,12 +189,15 @@ class _Recorder(Interpreter):
             return real
         if real.requires_grad and torch.is_grad_enabled():
             raise UnsupportedCapture("gradients are needed")
-        name = f"constant{len(self.alive)}"
+        return self._hold(real, f"constant{len(self.alive)}")
+
+    def _hold(self, real: torch.Tensor, name: str) -> torch.Tensor:
+        """Make a tensor an attribute of the new graph's root."""
         if isinstance(real, torch.nn.Parameter):
             self.root.register_parameter(name, real)
         else:
             self.root.register_buffer(name, real, persistent=False)
-        fake = self.fake_mode.from_tensor(real, static_shapes=True)
+        fake: torch.Tensor = self.fake_mode.from_tensor(real, static_shapes=True)
         node = self.out.get_attr(name)
         node.meta["val"] = fake
         self._know(fake, node)
@@ -209,6 +212,8 @@ class _Recorder(Interpreter):
             raise UnsupportedCapture(f"what {func} gives depends on data")
         if func is torch.ops.aten.as_strided_.default:
             return self._restrided(*args, **kwargs)
+        if func is torch.ops.aten.lift_fresh.default and not compat.is_fake(args[0]):  # torch.tensor of literals
+            func, args = torch.ops.aten.lift_fresh_copy.default, (self._hold(args[0], f"{compat.LITERAL}{len(self.alive)}"),)
         written = args[0] if ops.is_mutating(func) else None
         if written is not None:
             func = self._functional(func, written)

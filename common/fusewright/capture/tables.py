@@ -99,7 +99,7 @@ def _row(node: Node) -> str:
 def _hold(graph: Graph, like: Node, value: torch.Tensor) -> Node:
     """Insert a tensor that the graph holds, under the name of a literal of the program, in front of a node with its value."""
     root = graph.owning_module
-    names = (f"_tensor_constant_of_host{k}" for k in range(len(graph.nodes) + 1))
+    names = (f"{compat.LITERAL}_of_host{k}" for k in range(len(graph.nodes) + 1))
     name = next(n for n in names if not hasattr(root, n))
     assert root is not None, "a joint graph has a module"
     root.register_buffer(name, value, persistent=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -119,3 +120,55 @@ def test_long_random_programs(program: Program) -> None:
         assert modes.problems == []
         for backend in ("fusewright_null", "x86_onednn"):
             assert against_eager(program, program.inputs, backend, exact=False, fullgraph=True) == []
+
+
+def _in_place(x: torch.Tensor) -> torch.Tensor:
+    t = torch.tensor([1.0, 2.0])
+    t.add_(1).mul_(x)
+    return t
+
+
+LITERALS: dict[str, Any] = {
+    "a scalar": lambda x: x / torch.sqrt(torch.tensor(64, dtype=torch.float)),
+    "a list": lambda x: torch.tensor([[1, 2]]).to(x.dtype) + x,
+    "an index": lambda x: x[torch.tensor([1, 0, 1])],
+    "returned": lambda x: (torch.tensor(5), torch.as_tensor([1.5, 2]), torch.tensor([]), x + 1),
+    "on a device": lambda x: torch.tensor(1.5, device=x.device) * x.new_tensor([3.0, torch.nan]) + x,
+    "selected": lambda x: torch.where(x > torch.tensor(0.5), torch.tensor(float("nan")), x),
+    "written in place": _in_place,
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", LITERALS)
+def test_tensors_of_literals_take_the_direct_road(name: str) -> None:
+    with side_by_side(LITERALS[name]) as (compiled, modes):
+        for _ in range(2):
+            compiled(torch.tensor([0.25, 4.0]))
+    assert modes.taken == ["direct"] and not modes.problems
+
+
+@torch.no_grad()
+def test_a_literal_is_known_to_be_one() -> None:
+    """So that it becomes a number of the ops that read it, as in a graph that AOTAutograd captured."""
+    found: list[torch.fx.GraphModule] = []
+
+    def backend(gm: torch.fx.GraphModule, example_inputs: Any) -> Any:
+        found.append(direct.capture(gm, example_inputs)[0])
+        return gm.forward
+
+    torch.compile(LITERALS["a scalar"], backend=backend)(torch.ones(2))
+    (held,) = found[0].graph.find_nodes(op="get_attr")
+    assert compat.is_literal(held)
+
+
+@torch.no_grad()
+def test_each_literal_has_its_own_plan_and_its_own_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FUSEWRIGHT_CACHE_DIR", str(tmp_path))
+    for value in (2.0, 3.0):
+        torch.compiler.reset()
+        fast = torch.compile(lambda x, v=value: (torch.tensor([v, v]) * x, torch.tensor([v])), backend="x86_onednn")
+        for _ in range(3):
+            product, held = fast(torch.ones(2))
+            assert product.tolist() == [value, value] and held.item() == value
+            held.zero_()
