@@ -129,6 +129,7 @@ class Case:
         self.clock.begin()
         torch.set_grad_enabled(self.job.mode == "train")
         self._build()
+        self._import_compilers()
         for contender in self.job.contenders():
             self._prepare(contender)
             self._save()
@@ -162,6 +163,14 @@ class Case:
             self.base: Any = resolve_step(self.job.model, size, "amp", self.clock.device)
         else:
             self.base = resolve(self.job.model, size, "bf16", self.clock.device)
+
+    def _import_compilers(self) -> None:
+        """Compile something small: ours comes first, and would alone pay for the imports of Dynamo and AOTAutograd (a second)."""
+        x = torch.ones(2, device=self.clock.device, requires_grad=self.job.mode == "train")
+        loss = torch.compile(lambda x: x.sin().sum(), backend="aot_eager")(x)
+        if self.job.mode == "train":
+            loss.backward()
+        torch.compiler.reset()
 
     def _compile(self, contender: Contender) -> Callable[[], Any]:
         if self.job.mode != "train":
