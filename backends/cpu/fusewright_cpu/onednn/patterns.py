@@ -11,7 +11,7 @@ import torch
 
 from fusewright.interface import OpView, TensorSpec, Value
 from fusewright.toolkit.region.builder import Builder
-from fusewright.toolkit.region.pattern import Match, chain, maybe
+from fusewright.toolkit.region.pattern import Match, chain, limits_of, maybe
 from fusewright_cpu.onednn import amx, sums
 
 Scalars = tuple[float, ...]
@@ -31,11 +31,6 @@ class PostOp:
     algorithm: Callable[[OpView], str] = lambda op: ""
 
 
-def _limits(op: OpView) -> Scalars | None:
-    low, high = op.arg("min"), op.arg("max")
-    return (float(low), float(high)) if isinstance(low, int | float) and isinstance(high, int | float) else None
-
-
 def _slope(op: OpView) -> Scalars | None:
     slope = op.arg("negative_slope")
     return (float(slope),) if isinstance(slope, int | float) else None
@@ -49,7 +44,7 @@ POST_OPS: Mapping[str, PostOp] = {
     "hardswish": PostOp("hardswish"),
     "leaky_relu": PostOp("leaky_relu", scalars=_slope),
     "relu": PostOp("relu", exact=False),
-    "clamp": PostOp("hardtanh", exact=False, scalars=_limits),
+    "clamp": PostOp("hardtanh", exact=False, scalars=limits_of),
     "hardsigmoid": PostOp("hardsigmoid", exact=False),
 }
 """Row of the opset -> post-op. Measurements show which ones lose NaN;

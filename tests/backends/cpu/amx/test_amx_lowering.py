@@ -57,6 +57,13 @@ def test_scalars_of_activations() -> None:
     assert names == ["kernel amx_linear_bias_clamp", "kernel amx_linear_bias_leaky_relu", "kernel amx_linear_bias_gelu_tanh"]
 
 
+@pytest.mark.parametrize("limits", [(math.nan, 0.5), (-0.5, math.nan), (0.5, -0.5)])
+def test_limits_that_are_nan_or_not_in_order_stay_apart(limits: tuple[float, float]) -> None:
+    g = Sketch()
+    x = g.input(torch.randn(33, 32, dtype=BF16))
+    assert kernels(g, g.op("clamp", linear(g, x, 32), *limits)) == ["kernel amx_linear_bias", "kernel clamp"]
+
+
 def test_rows_that_are_apart_are_read_in_place_and_others_copied() -> None:
     g = Sketch()
     wide = g.input(torch.randn(2, 40, 96, dtype=BF16))
