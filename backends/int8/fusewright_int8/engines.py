@@ -10,9 +10,8 @@ import torch
 
 from fusewright.interface import CompileContext
 from fusewright.toolkit.backend.candidates import Lazy, Thunk
-from fusewright_cpu.kernels.by_hand import AmxLinear
-from fusewright_cpu.onednn import amx
-from fusewright_cpu.onednn.choices import amx_product
+from fusewright_cpu.onednn import own
+from fusewright_cpu.onednn.choices import own_product
 from fusewright_int8.operators import name
 from fusewright_int8.run import native
 
@@ -138,7 +137,7 @@ class Dynamic:
 FLOATS = "floats"
 """The answer of `fastest` when a float product beats every engine."""
 
-OWN_FLOATS = "floats, amx"
+OWN_FLOATS = "floats, own"
 """The candidate that stands for our own float kernel, beside oneDNN's."""
 
 
@@ -228,15 +227,15 @@ def reading_pays(ctx: CompileContext, m: int, k: int, n: int, dtype: torch.dtype
             return lambda: torch.nn.functional.linear(x, w)
         return lambda: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
 
-    def widened_on_amx() -> Thunk:
-        x, run = torch.ones(m, k, dtype=dtype), amx_product(AmxLinear(True, False), m, k, width)
+    def widened_in_own() -> Thunk:
+        x, run = torch.ones(m, k, dtype=dtype), own_product(own.kernel_of(dtype), m, k, width)
         return lambda: run(x)
 
     if ctx.options.get("engine") == "core":
         return True
-    own = {OWN_FLOATS: widened_on_amx} if ctx.options["prepack"] == "auto" and amx.fits(m, k, dtype) else {}
-    key = f"int8 weight {str(dtype).removeprefix('torch.')} {m}x{k}x{n}{''.join(f' {name}' for name in own)}"
-    return ctx.choose(key, Lazy({"float": widened, **own, "core": core})) == "core"
+    ours = {OWN_FLOATS: widened_in_own} if ctx.options["prepack"] == "auto" and own.fits(m, k, dtype) else {}
+    key = f"int8 weight {str(dtype).removeprefix('torch.')} {m}x{k}x{n}{''.join(f' {name}' for name in ours)}"
+    return ctx.choose(key, Lazy({"float": widened, **ours, "core": core})) == "core"
 
 
 def _conv(e: Engine, c: Convolution) -> Callable[[], Thunk]:
@@ -262,7 +261,7 @@ def _between_bytes(shape: Product | Convolution, x: torch.Tensor, dtype: torch.d
     return lambda: torch.add(run(x.to(dtype)), y).to(shape.out)
 
 
-def _linear_floats(p: Product, dtype: torch.dtype, own: bool) -> Makers:
+def _linear_floats(p: Product, dtype: torch.dtype, admitted: bool) -> Makers:
     n = min(p.n, max(64, MOST_MEASURED // p.k))
 
     def library() -> Thunk:
@@ -271,12 +270,12 @@ def _linear_floats(p: Product, dtype: torch.dtype, own: bool) -> Makers:
         return _between_bytes(p, _bytes((p.m, p.k), p.x), dtype, lambda x: run(x, packed, None, "none", [], ""))
 
     def kernel() -> Thunk:
-        return _between_bytes(p, _bytes((p.m, p.k), p.x), dtype, amx_product(AmxLinear(True, False), p.m, p.k, n))
+        return _between_bytes(p, _bytes((p.m, p.k), p.x), dtype, own_product(own.kernel_of(dtype), p.m, p.k, n))
 
-    return {FLOATS: library, **({OWN_FLOATS: kernel} if own and amx.fits(p.m, p.k, dtype) else {})}
+    return {FLOATS: library, **({OWN_FLOATS: kernel} if admitted and own.fits(p.m, p.k, dtype) else {})}
 
 
-def _conv_floats(c: Convolution, dtype: torch.dtype, own: bool) -> Makers:
+def _conv_floats(c: Convolution, dtype: torch.dtype, admitted: bool) -> Makers:
     batch, channels, height, width = c.shape
     pixels, n = batch * height * width, c.weight[0]
     pointwise = c.groups == 1 and set(c.weight[2:]) == set(c.stride) == {1} and set(c.padding) == {0}
@@ -291,11 +290,11 @@ def _conv_floats(c: Convolution, dtype: torch.dtype, own: bool) -> Makers:
     def kernel() -> Thunk:
         """A residual of the kernel's type is added in its call."""
         adds = c.adds is dtype
-        run, others = amx_product(AmxLinear(True, adds), pixels, channels, n), [torch.ones(pixels, n, dtype=dtype)] * adds
+        run, others = own_product(own.kernel_of(dtype, add=adds), pixels, channels, n), [torch.ones(pixels, n, dtype=dtype)] * adds
         shape = replace(c, adds=None) if adds else c
         return _between_bytes(shape, _bytes((pixels, channels), c.x), dtype, lambda x: run(x, *others))
 
-    return {FLOATS: library, **({OWN_FLOATS: kernel} if own and pointwise and amx.fits(pixels, channels, dtype) else {})}
+    return {FLOATS: library, **({OWN_FLOATS: kernel} if admitted and pointwise and own.fits(pixels, channels, dtype) else {})}
 
 
 FLOAT_MAKERS: Mapping[type, Callable[[Any, torch.dtype, bool], Makers]] = {Product: _linear_floats, Convolution: _conv_floats}

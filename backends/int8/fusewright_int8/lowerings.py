@@ -12,7 +12,7 @@ from fusewright.interface import OpView, TensorSpec, Value, hint, is_static
 from fusewright.plan.ir import Call, Ref
 from fusewright.toolkit.region.builder import Builder
 from fusewright.toolkit.region.graph import RegionGraph
-from fusewright.toolkit.region.pattern import Chain, Match, limits_of
+from fusewright.toolkit.region.pattern import Chain, Match
 from fusewright.toolkit.region.quantized import (
     BYTES,
     Quantized,
@@ -43,8 +43,9 @@ def post_of(op: OpView | None) -> tuple[str, tuple[float, ...]] | None:
         case "gelu":
             return ("gelu_tanh" if op.arg("approximate") == "tanh" else "gelu"), ()
         case "clamp":
-            limits = limits_of(op)
-            return ("clamp", limits) if limits is not None else None
+            limits = op.arg("min"), op.arg("max")
+            both = all(isinstance(x, int | float) for x in limits)
+            return ("clamp", tuple(map(float, limits))) if both else None
         case "relu" | "silu" as found:
             return found, ()
     return None

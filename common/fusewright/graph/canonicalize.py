@@ -44,9 +44,7 @@ def canonicalize(graph: Graph) -> list[str]:
             if refused is not None:
                 continue
             _mend_strides(graph, node, row)
-            if row.name == "linear" and _broadcasts_bias(node):
-                node.meta[verify.UNTRUSTED] = "a bias that is not one number per output"
-            elif problems := list(verify.op_problems(node)):
+            if problems := list(verify.op_problems(node)):
                 node.meta[verify.UNTRUSTED] = f"the opset does not describe it as it was traced: {problems[0]}"
                 disagreements += problems
     return disagreements
@@ -56,15 +54,6 @@ def _refusal(node: Node) -> str | None:
     """Why eager refuses the call, or None; a refused call is left as it is."""
     args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), retrace.value_of)
     return refusal(node.target, args, kwargs, node.meta.get("val"))
-
-
-def _broadcasts_bias(node: Node) -> bool:
-    """Whether a linear adds another bias than a vector of its width: eager broadcasts it, libraries and kernels do not."""
-    _, weight, bias = node.args
-    if not (isinstance(weight, Node) and isinstance(bias, Node)):
-        return False
-    given, rows = retrace.value_of(bias).shape, retrace.value_of(weight).shape[:-1]
-    return len(given) != len(rows) or not all(compat.statically_true(a == b) for a, b in zip(given, rows, strict=True))
 
 
 def _integer_products(graph: Graph) -> None:

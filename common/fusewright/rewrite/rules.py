@@ -36,10 +36,10 @@ def _weight(w: Any) -> bool:
 def _linear(r: Rewriter, node: Node, env: Env) -> Node | None:
     """Rewrite addmm/mm on a transposed weight to the linear that the user wrote."""
     x, w, bias = env["x"], env["w"], env.get("bias")
-    if not _weight(w):
+    if not _weight(w) or (bias is not None and value_of(bias).dim() != 1):
         return None
-    if bias is not None and (value_of(bias).dtype != value_of(x).dtype or not _same(_shape(bias), _shape(w)[:1])):
-        return None  # addmm broadcasts one number or a column as well
+    if bias is not None and value_of(bias).dtype != value_of(x).dtype:
+        return None
     return r.call("linear", (x, w, bias), like=node)
 
 

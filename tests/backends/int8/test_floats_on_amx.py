@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fusewright.interface import Fragment, Value
+from fusewright_cpu.kernels.by_hand import VectorLinear
 from fusewright_cpu.target import host_target
 from fusewright_int8.backend import X86Int8
 from fusewright_int8.engines import FLOAT_MAKERS, FLOATS, OWN_FLOATS, Convolution, Product, fastest, reading_pays
@@ -32,6 +33,7 @@ pytestmark = pytest.mark.skipif(not host_target().masks, reason="this CPU has no
 @pytest.fixture(autouse=True)
 def tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     simulate_linears(monkeypatch)
+    monkeypatch.setattr(VectorLinear, "refused", lambda self, target: "only bf16 is meant here")
 
 
 def conv(k: int, adds: torch.dtype | None = None, out: torch.dtype = U8, stride: int = 1) -> Convolution:
@@ -97,7 +99,7 @@ def test_a_layer_left_to_floats_is_computed_by_our_kernel(op: str) -> None:
     out = quantize(g, g.op("relu", y), 2.0, 0, U8)
     g.temporaries.clear()
     ctx = Context(
-        dict(X86Int8.options), DEVICE, by_preference(OWN_FLOATS, "amx", "kernel", "packed", "together"), specs=g.temporaries
+        dict(X86Int8.options), DEVICE, by_preference(OWN_FLOATS, "own", "kernel", "packed", "together"), specs=g.temporaries
     )
     fragment = X86Int8(DEVICE).compile(g.region([out]), ctx)
     assert isinstance(fragment, Fragment)

@@ -26,15 +26,6 @@ def test_the_op_is_left_to_eager() -> None:
     assert sum("the opset does not describe it" in str(v) for v in found.verdicts.values()) == 2
 
 
-@pytest.mark.parametrize(("bias", "left"), [("%2", False), ("%3", True), ("%4", True), ("None", False)])
-def test_a_linear_that_broadcasts_its_bias_is_left_to_eager(bias: str, left: bool) -> None:
-    inputs = ("f32[5,3]", "f32[4,3]", "f32[4]", "f32[1]", "f32[5,4]")
-    text = "".join(f"%{k}: {kind} = input('x{k}')\n" for k, kind in enumerate(inputs))
-    graph = parse(f"{text}%5: f32[5,4] = linear(%0, %1, {bias})\nreturn [%5]\n")
-    assert not canonicalize(graph)
-    assert (verify.UNTRUSTED in next(n for n in graph.nodes if n.op == "call_function").meta) == left
-
-
 def test_a_later_stage_that_breaks_a_graph_is_an_error() -> None:
     with pytest.raises(verify.VerifyError, match=r"after simplify:\n  relu_default: relu result 0 has shape \(7,\)"):
         verify.check(parse(WRONG), "simplify")

@@ -99,8 +99,6 @@ KEPT: dict[str, list[str]] = {
         XW + WT + "%4: f32[5,4] = addmm(%2, %0, %3, beta=1, alpha=2)\nreturn [%4]\n",
         "%0: f32[5,3] = input('x')\n%1: f32[4,3] = input('w')\n%2: f32[5,4] = input('b')\n" + WT
         + "%4: f32[5,4] = addmm(%2, %0, %3, beta=1, alpha=1)\nreturn [%4]\n",
-        "%0: f32[5,3] = input('x')\n%1: f32[4,3] = input('w')\n%2: f32[1] = input('b')\n" + WT
-        + "%4: f32[5,4] = addmm(%2, %0, %3, beta=1, alpha=1)\nreturn [%4]\n",
     ],
     "linear.mm": [
         "%0: f32[5,3] = input('x')\n%1: f32[3,4] = input('w')\n%2: f32[5,4] = mm(%0, %1)\nreturn [%2]\n",

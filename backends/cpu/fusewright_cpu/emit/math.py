@@ -7,7 +7,7 @@ subnormals follow the C library. f64, and functions without a row, call the C li
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from fusewright_cpu.emit.text import Fn, V, const
@@ -443,3 +443,57 @@ def emit_math(f: Fn, name: str, args: list[V]) -> V:
     if name == "sigmoid":
         return sigmoid(f, args[0])
     return lanewise(f, name + ("f" if args[0].t == "float" else ""), args)
+
+
+# -- activations; a comparison with NaN is false, which keeps it
+
+
+def _no_less(f: Fn, x: V, low: V) -> V:
+    return f.select(f.cmp("fcmp olt", x, low), low, x)
+
+
+def _no_more(f: Fn, x: V, high: V) -> V:
+    return f.select(f.cmp("fcmp ogt", x, high), high, x)
+
+
+def _silu(f: Fn, x: V) -> V:
+    return f.bin("fdiv", x, f.bin("fadd", const(1.0, x.t), exp(f, f.fneg(x))))
+
+
+def _sixth(f: Fn, x: V) -> V:
+    """Return min(max(x + 3, 0), 6)."""
+    return _no_more(f, _no_less(f, f.bin("fadd", x, const(3.0, x.t)), const(0.0, x.t)), const(6.0, x.t))
+
+
+def _hardswish(f: Fn, x: V) -> V:
+    return f.bin("fdiv", f.bin("fmul", x, _sixth(f, x)), const(6.0, x.t))
+
+
+def _gelu(f: Fn, x: V) -> V:
+    return _gated(f, x, erf(f, f.bin("fmul", x, const(math.sqrt(0.5), x.t))))
+
+
+def _gelu_tanh(f: Fn, x: V) -> V:
+    cube = f.bin("fmul", f.bin("fmul", x, x), f.bin("fmul", x, const(0.044715, x.t)))
+    return _gated(f, x, tanh(f, f.bin("fmul", f.bin("fadd", x, cube), const(math.sqrt(2 / math.pi), x.t))))
+
+
+def _gated(f: Fn, x: V, gate: V) -> V:
+    """Return x * (1 + gate) / 2."""
+    return f.bin("fmul", f.bin("fmul", x, const(0.5, x.t)), f.bin("fadd", gate, const(1.0, x.t)))
+
+
+ACTIVATIONS: Mapping[str, Callable[..., V]] = {
+    "": lambda f, x: x,
+    "relu": lambda f, x: _no_less(f, x, const(0.0, x.t)),
+    "clamp": lambda f, x, low, high: _no_more(f, _no_less(f, x, low), high),
+    "leaky_relu": lambda f, x, slope: f.select(f.cmp("fcmp ogt", x, const(0.0, x.t)), x, f.bin("fmul", x, slope)),
+    "silu": _silu,
+    "hardswish": _hardswish,
+    "hardsigmoid": lambda f, x: f.bin("fdiv", _sixth(f, x), const(6.0, x.t)),
+    "gelu": _gelu,
+    "gelu_tanh": _gelu_tanh,
+    "tanh": tanh,
+    "sigmoid": sigmoid,
+}
+"""Name -> code for a vector, and for each scalar that is an argument (see `by_hand.SCALARS`)."""

@@ -292,6 +292,13 @@ class AmxLinear:
     bias: bool = False
     add: bool = False
     after: str = ""
+    dtype: ClassVar[str] = "bf16"
+    least: ClassVar[int] = AMX_BLOCK
+    """Least rows."""
+    columns: ClassVar[int] = AMX_BLOCK
+    """Columns of a panel."""
+    depth: ClassVar[int] = 32
+    """`k` is a multiple of it."""
 
     @property
     def name(self) -> str:
@@ -315,3 +322,44 @@ class AmxLinear:
     def refused(self, target: CpuTarget) -> str:
         """Return why the target is not supported, or ""."""
         return "" if target.has("amx-bf16") and target.vector_bytes == 64 else "needs AMX with bf16"
+
+
+VECTOR_COLUMNS, VECTOR_ROWS = 48, 8
+"""Columns of a panel of weights, and rows that are multiplied together: the least rows of a product."""
+
+
+@dataclass(frozen=True, slots=True)
+class VectorLinear:
+    """A linear of fp32 with at least VECTOR_ROWS rows. `x` is [m, k], its rows `step` elements apart; `weight` is made by
+    `vector_linear.packed`; `bias` is padded to whole panels; `other` and `out` are [m, n] and dense. The activation `after`
+    keeps NaN."""
+
+    bias: bool = False
+    add: bool = False
+    after: str = ""
+    dtype: ClassVar[str] = "f32"
+    least: ClassVar[int] = VECTOR_ROWS
+    columns: ClassVar[int] = VECTOR_COLUMNS
+    depth: ClassVar[int] = 1
+
+    @property
+    def name(self) -> str:
+        parts = ("bias" if self.bias else "", "add" if self.add else "", self.after)
+        return "_".join(("vector_linear", *filter(None, parts)))
+
+    @property
+    def buffers(self) -> tuple[Buffer, ...]:
+        read = ("x", "weight", *(("bias",) if self.bias else ()), *(("other",) if self.add else ()))
+        return (*(Buffer(name, "f32", "in") for name in read), Buffer("out", "f32", "out"))
+
+    @property
+    def symbols(self) -> tuple[str, ...]:
+        return ("m", "n", "k", "step")
+
+    @property
+    def scalars(self) -> tuple[Scalar, ...]:
+        return tuple(Scalar(name, "f32") for name in SCALARS.get(self.after, ()))
+
+    def refused(self, target: CpuTarget) -> str:
+        """Return why the target is not supported, or ""."""
+        return "" if target.vector_bytes == 64 and not target.arm else "needs AVX-512"

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from fusewright_cpu.emit.entry import share, start
+from fusewright_cpu.emit.math import ACTIVATIONS
 from fusewright_cpu.emit.pointwise import cast, memory_type, to_bf16s
 from fusewright_cpu.emit.text import Fn, Module, V, i64
-from fusewright_cpu.kernels.activations import ACTIVATIONS
 from fusewright_cpu.kernels.by_hand import DEPTHWISE_CHANNELS as CHANNELS
 from fusewright_cpu.kernels.by_hand import Depthwise
 from fusewright_cpu.kernels.parts import ceil_div, each, least, load, most, store, word

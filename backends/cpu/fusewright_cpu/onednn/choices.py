@@ -15,8 +15,8 @@ import torch
 from fusewright.interface import CompileContext, TensorSpec
 from fusewright.toolkit.backend.candidates import Lazy, Thunk
 from fusewright.toolkit.ir.types import to_torch
-from fusewright_cpu.kernels.by_hand import AMX_BLOCK, DEPTHWISE_CHANNELS, AmxLinear, Attention, Depthwise
-from fusewright_cpu.onednn import amx
+from fusewright_cpu.kernels.by_hand import DEPTHWISE_CHANNELS, Attention, Depthwise
+from fusewright_cpu.onednn import own
 from fusewright_cpu.onednn.patterns import POST_OPS
 from fusewright_cpu.run.jit import compile_kernels
 
@@ -100,11 +100,10 @@ class Product:
 
     @property
     def packed_forms(self) -> tuple[str, ...]:
-        """The forms with a weight that was packed for this number of rows: oneDNN's, MKL's where torch has it, and our kernel's for
-        AMX."""
+        """The forms with a weight that was packed for this number of rows: oneDNN's, MKL's where torch has it, and our kernel's."""
         mkl = self.dtype is torch.float32 and self.flops >= FITTED.mkl_flops and torch.backends.mkl.is_available()
-        own = self.x_rows and amx.fits(self.m, self.k, self.dtype)
-        return (*(("mkl",) if mkl else ()), *((amx.FORM,) if own else ()), "packed")
+        ours = self.x_rows and own.fits(self.m, self.k, self.dtype)
+        return (*(("mkl",) if mkl else ()), *((own.FORM,) if ours else ()), "packed")
 
 
 @dataclass(frozen=True)
@@ -129,9 +128,9 @@ NOTHING = Unary()
 
 
 def linear_form(ctx: CompileContext, product: Product, forms: Sequence[str], after: Unary = NOTHING) -> str:
-    """Return "aten", "dense", "packed", "mkl", "amx" or "copied", the fastest of `forms`. "aten" is eager's call (MKL for fp32);
+    """Return "aten", "dense", "packed", "mkl", "own" or "copied", the fastest of `forms`. "aten" is eager's call (MKL for fp32);
     "copied" is "dense" after a kernel has copied a transposed x to rows, for which oneDNN's own copy takes several times as
-    long; "amx" is our own kernel."""
+    long; "own" is our kernel."""
     if len(forms) == 1:
         return forms[0]
     matrix = cache(_matrix)
@@ -161,8 +160,8 @@ def _linear_thunk(p: Product, form: str, matrix: Matrix, columns: int = 0, after
             part = x.view(-1)[: max(1, int(FITTED.copy * x.numel() * p.n / max(columns, p.n)))]
             target = torch.empty_like(part)
             return lambda: (target.copy_(part), fused(w))
-        if form == amx.FORM:
-            return penalised(_amx_thunk(p, x, after), FITTED.packed_gain)
+        if form == own.FORM:
+            return penalised(_own_thunk(p, x, after), FITTED.packed_gain)
         if form == "mkl":
             laid_out = torch.ops.mkl._mkl_reorder_linear_weight(w, p.m)
             return penalised(lambda: after.apart(torch.ops.mkl._mkl_linear(x, laid_out, w, b, p.m)), FITTED.packed_gain)
@@ -172,18 +171,19 @@ def _linear_thunk(p: Product, form: str, matrix: Matrix, columns: int = 0, after
     return make
 
 
-def _amx_thunk(p: Product, x: torch.Tensor, after: Unary) -> Thunk:
-    run = amx_product(AmxLinear(p.bias, False, after.own[0]), p.m, p.k, p.n, after.own[1])
+def _own_thunk(p: Product, x: torch.Tensor, after: Unary) -> Thunk:
+    run = own_product(own.kernel_of(p.dtype, p.bias, False, after.own[0]), p.m, p.k, p.n, after.own[1])
     return lambda: run(x)
 
 
-def amx_product(kernel: AmxLinear, m: int, k: int, n: int, scalars: Sequence[float] = ()) -> Callable[..., torch.Tensor]:
+def own_product(kernel: own.Linear, m: int, k: int, n: int, scalars: Sequence[float] = ()) -> Callable[..., torch.Tensor]:
     """Return our own kernel with a weight [n, k] to measure it with: a function of m dense rows, and of those that it adds."""
-    launcher, wide = compile_kernels([kernel]).launcher(kernel), -(-n // AMX_BLOCK) * AMX_BLOCK
-    constants = [torch.full((wide, k), 0.5, dtype=torch.bfloat16), *([torch.full((wide,), 0.5)] if kernel.bias else [])]
+    launcher, wide = compile_kernels([kernel]).launcher(kernel), -(-n // kernel.columns) * kernel.columns
+    dtype = to_torch(kernel.dtype)
+    constants = [torch.full((wide, k), 0.5, dtype=dtype), *([torch.full((wide,), 0.5)] if kernel.bias else [])]
 
     def run(*rows: torch.Tensor) -> torch.Tensor:
-        out = torch.empty(m, n, dtype=torch.bfloat16)
+        out = torch.empty(m, n, dtype=dtype)
         x, *other = rows
         launcher([x, *constants, *other, out], (m, n, k, k), scalars)
         return out
@@ -272,18 +272,18 @@ def depthwise_form(
         given = [image(n, c, h, w), weight, bias, image(n, c, oh, ow)]
         return lambda: launcher(given, sizes, limits)
 
-    key = f"{kernel.name} onednn/kernel {'x'.join(map(str, sizes))}"
+    key = f"{kernel.name} packed/own {'x'.join(map(str, sizes))}"
     return ctx.choose(key, Lazy({"onednn": onednn, "kernel": own}))
 
 
 def pointwise_form(
-    ctx: CompileContext, kernel: AmxLinear, image: Sequence[int], columns: int, scalars: Sequence[float], apart: bool,
+    ctx: CompileContext, kernel: own.Linear, image: Sequence[int], columns: int, scalars: Sequence[float], apart: bool,
     built: list[object],
 ) -> str:  # fmt: skip
-    """Return "onednn" or "kernel" for a 1x1 convolution of dense channels-last images of bf16. `apart`: its activation is not
+    """Return "packed" (oneDNN) or "own" for a 1x1 convolution of dense channels-last images. `apart`: its activation is not
     computed in oneDNN's call, nor is an addition; `built` as in `attention_form`."""
     n, c, h, w = image
-    dtype = torch.bfloat16
+    dtype = to_torch(kernel.dtype)
 
     def filled(channels: int) -> torch.Tensor:
         return torch.full((n, channels, h, w), 0.5, dtype=dtype).contiguous(memory_format=torch.channels_last)
@@ -298,13 +298,13 @@ def pointwise_form(
             return lambda: call(x, packed, bias, *geometry, "none", [], "").add_(other)
         return lambda: (made := call(x, packed, bias, *geometry, "none", [], ""), made.relu_() if apart else None)
 
-    def own() -> Thunk:
-        run, rows = amx_product(kernel, n * h * w, c, columns, scalars), [filled(c), *([filled(columns)] if kernel.add else [])]
+    def ours() -> Thunk:
+        run, rows = own_product(kernel, n * h * w, c, columns, scalars), [filled(c), *([filled(columns)] if kernel.add else [])]
         built.append(run)
         return lambda: run(*rows)
 
-    key = f"{kernel.name} onednn/kernel {'x'.join(map(str, image))}x{columns}{' apart' if apart else ''}"
-    return ctx.choose(key, Lazy({"onednn": onednn, "kernel": own}))
+    key = f"{kernel.name} packed/own {'x'.join(map(str, image))}x{columns}{' apart' if apart else ''}"
+    return ctx.choose(key, Lazy({"packed": onednn, own.FORM: ours}))
 
 
 def _matrix(rows: int, columns: int, row_major: bool, dtype: torch.dtype) -> torch.Tensor:

@@ -15,7 +15,7 @@ from fusewright.interface import OpView, TensorSpec, Value
 from fusewright.plan.ir import Ref
 from fusewright.toolkit.ir.types import from_torch
 from fusewright.toolkit.region.builder import Builder, channels_last_strides
-from fusewright.toolkit.region.pattern import Match, chain, limits_of, maybe
+from fusewright.toolkit.region.pattern import Match, chain, maybe
 from fusewright.toolkit.region.rewrite import Row
 from fusewright_cpu.kernels.by_hand import DEPTHWISE_CHANNELS, Depthwise
 from fusewright_cpu.onednn import choices
@@ -47,7 +47,11 @@ def _sizes(arg: Any) -> tuple[int, ...]:
 
 def _limits(op: OpView | None) -> tuple[float, ...] | None:
     """Return the kernel's arguments for an activation, or None if it cannot compute it."""
-    return limits_of(op) if op is not None and op.op == "clamp" else ()
+    if op is None or op.op != "clamp":
+        return ()
+    low, high = op.arg("min"), op.arg("max")
+    given = isinstance(low, int | float) and isinstance(high, int | float) and not (math.isnan(low) or math.isnan(high))
+    return (float(low), float(high)) if given else None
 
 
 def _activation(op: OpView, m: Match, b: Builder) -> bool:

@@ -21,7 +21,7 @@ from fusewright.toolkit.region.builder import Builder, channels_last_strides, co
 from fusewright.toolkit.region.pattern import Chain, Match, chain, find, siblings
 from fusewright.toolkit.region.rewrite import Row
 from fusewright_cpu.kernels.by_hand import Attention
-from fusewright_cpu.onednn import amx, choices, depthwise, patterns, pointwise_conv, sums
+from fusewright_cpu.onednn import choices, depthwise, own, patterns, pointwise_conv, sums
 from fusewright_cpu.onednn.choices import FITTED, NOTHING, Product, Unary
 from fusewright_cpu.onednn.folding import folded
 from fusewright_cpu.onednn.left_behind import SHAPES
@@ -132,9 +132,9 @@ def unary_of(m: Match, b: Builder) -> Unary:
     if unary is None:
         return NOTHING
     call, eager = b.ctx.aten(unary), getattr(torch.ops.aten, unary.op)
-    own = (amx.activation(unary), POST_OPS[unary.op].scalars(unary) or ())
+    ours = (own.activation(unary), POST_OPS[unary.op].scalars(unary) or ())
     return Unary(
-        post_op(m), lambda product: eager(product, *call.args[1:], **dict(call.kwargs), out=product), rides(unary, b), own
+        post_op(m), lambda product: eager(product, *call.args[1:], **dict(call.kwargs), out=product), rides(unary, b), ours
     )
 
 
@@ -151,14 +151,14 @@ def linear(m: Match, b: Builder) -> None:
         return
     x, w, given = operands(op)
     unary = m.get("unary")
-    if unary is not None and form != amx.FORM and (form == "mkl" or not rides(unary, b)):
+    if unary is not None and form != own.FORM and (form == "mkl" or not rides(unary, b)):
         m = replace(m, ops=tuple(part for part in m.ops if part is not unary), captures={**m.captures, "unary": None})
     weight, bias = scaled(weight_of(op, w, b), m, b), None if given is None else scaled(b.exact(given), m, b)
-    if form == amx.FORM:
+    if form == own.FORM:
         after = unary_of(m, b).own
         source = _before_view(x, m, b)
         same = spec_of(source).shape[-1] == spec_of(x).shape[-1]
-        amx.emit(source if same else x, weight, bias, product_of(op).n, after, m.last.out, op, b)
+        own.emit(source if same else x, weight, bias, product_of(op).n, after, m.last.out, op, b)
     else:
         x = with_rows(x, m, b)
         emit_linear(m, b, b.row_major(x) if form == "copied" else x, weight, bias, form)
@@ -168,7 +168,7 @@ def linear(m: Match, b: Builder) -> None:
         b.leave(unary)
 
 
-LIBRARIES = {"mkl": "MKL linear, packed", amx.FORM: "linear in one kernel, AMX"}
+LIBRARIES = {"mkl": "MKL linear, packed", own.FORM: "linear in one kernel"}
 """How reports call the forms that are not oneDNN's."""
 
 
@@ -287,7 +287,7 @@ def _concatenated(m: Match, b: Builder) -> None:
     p, form = product_of(first), _siblings_form(m, b)
     weights = tuple(scaled(b.exact(part.anchor.arg("weight")), part, b) for part in parts)
     weight = b.prepare("aten::cat.default", weights, 0)
-    if form != amx.FORM:
+    if form != own.FORM:
         weight = b.prepare(PACK_LINEAR if form == "packed" else PACK_MKL_LINEAR, weight, p.m)
     bias = None
     if _biased(parts):
@@ -296,8 +296,8 @@ def _concatenated(m: Match, b: Builder) -> None:
     shape = (*spec_of(first.out).shape[:-1], sum(widths))
     stride = contiguous_strides(shape)  # type: ignore[arg-type]
     whole = b.ctx.value(TensorSpec(shape, stride, spec_of(first.out).dtype))
-    if form == amx.FORM:
-        amx.emit(x, weight, bias, sum(widths), NOTHING.own, whole, first, b)
+    if form == own.FORM:
+        own.emit(x, weight, bias, sum(widths), NOTHING.own, whole, first, b)
     elif form == "packed":
         b.call(LINEAR, b.any_strides(x), weight, bias, "none", (), "", out=whole, op=first)
     else:  # of the weight as it was it reads only the sizes, so that nothing need keep all of them side by side

@@ -11,8 +11,8 @@ import torch
 
 from fusewright.interface import OpView, TensorSpec, Value
 from fusewright.toolkit.region.builder import Builder
-from fusewright.toolkit.region.pattern import Match, chain, limits_of, maybe
-from fusewright_cpu.onednn import amx, sums
+from fusewright.toolkit.region.pattern import Match, chain, maybe
+from fusewright_cpu.onednn import own, sums
 
 Scalars = tuple[float, ...]
 
@@ -31,6 +31,11 @@ class PostOp:
     algorithm: Callable[[OpView], str] = lambda op: ""
 
 
+def _limits(op: OpView) -> Scalars | None:
+    low, high = op.arg("min"), op.arg("max")
+    return (float(low), float(high)) if isinstance(low, int | float) and isinstance(high, int | float) else None
+
+
 def _slope(op: OpView) -> Scalars | None:
     slope = op.arg("negative_slope")
     return (float(slope),) if isinstance(slope, int | float) else None
@@ -44,7 +49,7 @@ POST_OPS: Mapping[str, PostOp] = {
     "hardswish": PostOp("hardswish"),
     "leaky_relu": PostOp("leaky_relu", scalars=_slope),
     "relu": PostOp("relu", exact=False),
-    "clamp": PostOp("hardtanh", exact=False, scalars=limits_of),
+    "clamp": PostOp("hardtanh", exact=False, scalars=_limits),
     "hardsigmoid": PostOp("hardsigmoid", exact=False),
 }
 """Row of the opset -> post-op. Measurements show which ones lose NaN;
@@ -120,7 +125,7 @@ def _unary(op: OpView, m: Match, b: Builder) -> bool:
 
 
 def _unary_of_product(op: OpView, m: Match, b: Builder) -> bool:
-    return reads(op, m) and (rides(op, b) or amx.takes(m.anchor, operands(m.anchor), b))
+    return reads(op, m) and (rides(op, b) or own.takes(m.anchor, operands(m.anchor), b))
 
 
 def _unary_of_conv(op: OpView, m: Match, b: Builder) -> bool:

@@ -1,4 +1,5 @@
-"""1x1 convolutions of channels-last images as linears on AMX, with the batch norm, the addition and the activation that follow.
+"""1x1 convolutions of channels-last images as linears of our own (see `own`), with the batch norm, the addition and the activation
+that follow.
 
 oneDNN's relu and additions lose NaN, so each is a pass over memory behind its calls.
 """
@@ -12,8 +13,7 @@ from fusewright.interface import OpView, TensorSpec, Value, hint
 from fusewright.toolkit.region.builder import Builder, channels_last_strides
 from fusewright.toolkit.region.pattern import Match, chain, maybe
 from fusewright.toolkit.region.rewrite import Row
-from fusewright_cpu.kernels.by_hand import AmxLinear
-from fusewright_cpu.onednn import amx, choices
+from fusewright_cpu.onednn import choices, own
 from fusewright_cpu.onednn.folding import folded
 from fusewright_cpu.onednn.patterns import POST_OPS, folds_batch_norm, is_packed, other_of, reads, same_type
 
@@ -46,7 +46,7 @@ def _fits(m: Match, b: Builder) -> bool:
     one = all(set(sizes) == {1} for sizes in (weight.shape[2:], op.arg("stride"), (op.arg("groups"),)))
     plain = one and set(op.arg("padding")) == {0}
     typed = all(v.spec is not None and v.spec.dtype == x.dtype for v in op.inputs()) and b.is_const(op.arg("bias"))
-    return plain and typed and amx.fits(_rows(x), hint(x.shape[1]), x.dtype)
+    return plain and typed and own.fits(_rows(x), hint(x.shape[1]), x.dtype)
 
 
 def _rows(x: TensorSpec) -> int:
@@ -55,17 +55,17 @@ def _rows(x: TensorSpec) -> int:
 
 def _after(m: Match) -> tuple[str, tuple[float, ...]]:
     unary = m.get("unary")
-    return (amx.activation(unary), POST_OPS[unary.op].scalars(unary) or ()) if unary is not None else ("", ())
+    return (own.activation(unary), POST_OPS[unary.op].scalars(unary) or ()) if unary is not None else ("", ())
 
 
 def _pays(m: Match, b: Builder) -> bool:
     x, out = _spec(m.anchor.arg("input")), _spec(m.anchor.out)
     name, scalars = _after(m)
-    kernel = AmxLinear(True, m.get("add") is not None, name)
+    kernel = own.kernel_of(x.dtype, True, m.get("add") is not None, name)
     unary = m.get("unary")
     apart = unary is not None and (not POST_OPS[unary.op].exact and not b.ctx.options["finite_math"])
     image = tuple(map(hint, x.shape))
-    return choices.pointwise_form(b.ctx, kernel, image, hint(out.shape[1]), scalars, apart, b.built) == "kernel"
+    return choices.pointwise_form(b.ctx, kernel, image, hint(out.shape[1]), scalars, apart, b.built) == own.FORM
 
 
 def _write(m: Match, b: Builder) -> None:
@@ -76,11 +76,11 @@ def _write(m: Match, b: Builder) -> None:
     n, k = hint(given[0]), hint(given[1])
     rows = b.prepare("aten::reshape.default", weight, (n, k))
     out = b.with_layout(m.out, _strides(_spec(m.out).shape))
-    amx.launch(
+    own.launch(
         x, rows, bias, None if other is None else _channels_last(other, b), _after(m), (_rows(b.spec(x)), n, k, k), out, op, b
     )
     b.close_call(m.ops)
-    b.notes[op.id] = " + ".join(["1x1 convolution in one kernel, AMX", *(p.op for p in m.ops[1:])])
+    b.notes[op.id] = " + ".join(["1x1 convolution in one kernel", *(p.op for p in m.ops[1:])])
     for part in m.ops[1:]:
         b.notes[part.id] = "in the kernel of conv"
 
@@ -96,4 +96,4 @@ def _channels_last(image: Value, b: Builder) -> Value:
     return image if same else b.channels_last(image)
 
 
-ROW = Row("onednn.pointwise", CONV, when=_fits, pays=_pays, write=_write, note="1x1 convolution on AMX")
+ROW = Row("onednn.pointwise", CONV, when=_fits, pays=_pays, write=_write, note="1x1 convolution")

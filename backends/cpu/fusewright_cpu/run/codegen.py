@@ -14,11 +14,21 @@ from fusewright_cpu.kernels.amx_attention import OnTiles
 from fusewright_cpu.kernels.amx_linear import emit_amx_linear
 from fusewright_cpu.kernels.attention import Body, emit_attention
 from fusewright_cpu.kernels.bf16_linear import emit_bf16_linear
-from fusewright_cpu.kernels.by_hand import AmxLinear, Attention, Bf16Linear, Depthwise, Gemv, Int8Conv, Int8Linear
+from fusewright_cpu.kernels.by_hand import (
+    AmxLinear,
+    Attention,
+    Bf16Linear,
+    Depthwise,
+    Gemv,
+    Int8Conv,
+    Int8Linear,
+    VectorLinear,
+)
 from fusewright_cpu.kernels.depthwise import emit_depthwise
 from fusewright_cpu.kernels.gemv import emit_gemv
 from fusewright_cpu.kernels.int8_conv import emit_int8_conv
 from fusewright_cpu.kernels.int8_linear import emit_int8_linear
+from fusewright_cpu.kernels.vector_linear import emit_vector_linear
 from fusewright_cpu.run.sources import Source, symbol_name
 from fusewright_cpu.target import CpuTarget
 
@@ -50,6 +60,8 @@ def _emit(module: Module, source: Source, name: str, parallel: bool) -> None:
             emit_depthwise(module, source, name, parallel)
         case AmxLinear():
             emit_amx_linear(module, source, name, parallel)
+        case VectorLinear():
+            emit_vector_linear(module, source, name, parallel)
 
 
 def to_object(text: str, machine: llvm.TargetMachine) -> bytes:

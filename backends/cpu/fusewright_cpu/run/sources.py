@@ -13,9 +13,18 @@ from fusewright.toolkit.ir.ir import Kernel
 from fusewright.toolkit.ir.serial import from_json as kernel_from_json
 from fusewright.toolkit.ir.serial import structural_hash
 from fusewright.toolkit.ir.serial import to_json as kernel_to_json
-from fusewright_cpu.kernels.by_hand import AmxLinear, Attention, Bf16Linear, Depthwise, Gemv, Int8Conv, Int8Linear
+from fusewright_cpu.kernels.by_hand import (
+    AmxLinear,
+    Attention,
+    Bf16Linear,
+    Depthwise,
+    Gemv,
+    Int8Conv,
+    Int8Linear,
+    VectorLinear,
+)
 
-ByHand: TypeAlias = Attention | Gemv | Int8Linear | Int8Conv | Bf16Linear | Depthwise | AmxLinear
+ByHand: TypeAlias = Attention | Gemv | Int8Linear | Int8Conv | Bf16Linear | Depthwise | AmxLinear | VectorLinear
 Source: TypeAlias = Kernel | ByHand
 
 
@@ -33,7 +42,7 @@ def symbol_name(kernel_hash: str) -> str:
 
 _BY_HAND: dict[str, type[ByHand]] = {
     "attention": Attention, "gemv": Gemv, "int8_linear": Int8Linear, "int8_conv": Int8Conv, "bf16_linear": Bf16Linear,
-    "depthwise": Depthwise, "amx_linear": AmxLinear,
+    "depthwise": Depthwise, "amx_linear": AmxLinear, "vector_linear": VectorLinear,
 }  # fmt: skip
 
 

@@ -342,8 +342,7 @@ def load(
     callable of this plan. `observe` receives the position and the results of each instruction that ran."""
     names, launches, text = _written(plan, kernels or {}, native.extension(), checked, observe is not None)
     names.space.update({f"v{i}": value for i, (_, value) in plan.attributes.items()})
-    allocate = functools.partial(torch.empty_strided, device=torch.device(HOST))  # also under another default device
-    names.space.update(frames=Frames(launches.frame()), fail=fail, empty_strided=allocate)
+    names.space.update(frames=Frames(launches.frame()), fail=fail, empty_strided=torch.empty_strided)
     names.space.update(count_workers=plan.policy.workers, sized=sized, without_memory=without_memory, check=Check(plan))
     names.space.update(observe=observe, limited=plan.policy.limit)
     names.space.update(profiling=compat.profiler_flag(), profiled=_profiled(plan, kernels or {}, checked, names.space))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fusewright import machine
-from fusewright.interface import HOST, KernelCode, TensorSpec
+from fusewright.interface import KernelCode, TensorSpec
 
 _PROTOTYPE = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64)
 
@@ -35,7 +35,7 @@ class Frame:
         blocks: Mapping[int, Sequence[Any]],
     ) -> None:  # fmt: skip
         with torch.inference_mode(False):
-            self.arena = torch.empty(arena_bytes, dtype=torch.uint8, device=device or HOST)
+            self.arena = torch.empty(arena_bytes, dtype=torch.uint8, device=device or None)
             for value, (offset, spec) in places.items():
                 setattr(self, f"v{value}", _view(self.arena, offset, spec))
         for k, entries in blocks.items():

@@ -259,14 +259,6 @@ def _stepped(
     return match if count >= step.least else None
 
 
-def limits_of(op: OpView) -> tuple[float, float] | None:
-    """Return both limits of a clamp as libraries and handwritten kernels take them; None if it has others. Libraries refuse limits
-    that are not in order, and with one that is NaN every number becomes NaN, which neither computes."""
-    low, high = op.arg("min"), op.arg("max")
-    given = isinstance(low, int | float) and isinstance(high, int | float) and low <= high
-    return (float(low), float(high)) if given else None
-
-
 def siblings(
     ops: Iterable[OpView], eligible: Callable[[OpView], bool], any_bias: bool = False
 ) -> list[tuple[OpView, ...]]:

@@ -1,28 +1,43 @@
-"""Products of bf16 with a constant weight as our own kernel for AMX (`fusewright_cpu.kernels.amx_linear`), where it measures faster
-than oneDNN's calls. Its activations keep NaN, so it computes those as well that oneDNN's calls must not."""
+"""Products with a constant weight as our own kernels, where they measure faster than a library's: bf16 on AMX
+(`fusewright_cpu.kernels.amx_linear`), fp32 with AVX-512 (`vector_linear`). Their activations keep NaN, so they compute those as
+well that oneDNN's calls must not."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
+from typing import TypeAlias
 
 import torch
 
 from fusewright.interface import OpView, TensorSpec, Value, hint
 from fusewright.plan.ir import Ref
 from fusewright.toolkit.region.builder import Builder, contiguous_strides
-from fusewright_cpu.kernels.amx_linear import STEP, packing
-from fusewright_cpu.kernels.by_hand import AMX_BLOCK, AmxLinear
+from fusewright_cpu.kernels import amx_linear, vector_linear
+from fusewright_cpu.kernels.by_hand import AmxLinear, VectorLinear
 from fusewright_cpu.run.sources import hash_of
 from fusewright_cpu.target import host_target
 
-FORM = "amx"
+FORM = "own"
 """The form of a product (see `choices.linear_form`)."""
+
+Linear: TypeAlias = AmxLinear | VectorLinear
+Packing: TypeAlias = Callable[[int, int], tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]
+KERNELS: Mapping[torch.dtype, tuple[type[Linear], Packing]] = {
+    torch.bfloat16: (AmxLinear, amx_linear.packing), torch.float32: (VectorLinear, vector_linear.packing),
+}  # fmt: skip
+"""Kernels and how their weights are packed, by the type of a product."""
 
 
 def fits(m: int, k: int, dtype: torch.dtype) -> bool:
-    """Return whether the kernel computes products of m rows of k elements on this machine."""
-    return dtype is torch.bfloat16 and m >= AMX_BLOCK and k % STEP == 0 and k > 0 and not AmxLinear().refused(host_target())
+    """Return whether a kernel computes products of m rows of k elements on this machine."""
+    kernel, _ = KERNELS.get(dtype, (None, None))
+    return kernel is not None and m >= kernel.least and k > 0 and k % kernel.depth == 0 and not kernel().refused(host_target())
+
+
+def kernel_of(dtype: torch.dtype, bias: bool = True, add: bool = False, after: str = "") -> Linear:
+    """Return the kernel for a type that `fits`."""
+    return KERNELS[dtype][0](bias, add, after)
 
 
 def takes(op: OpView, operands: Sequence[Value | None], b: Builder) -> bool:
@@ -59,16 +74,17 @@ def launch(
 ) -> None:  # fmt: skip
     """Emit the launch of a linear, `weight` [n, k], whose `x`, `other` and `out` have the strides that `sizes` tell."""
     _, n, k, _ = sizes
-    kernel = AmxLinear(bias is not None, other is not None, after[0])
-    values = [x, Value(_packed(weight, n, k, b).id, None)]
+    dtype = b.spec(x).dtype
+    kernel = kernel_of(dtype, bias is not None, other is not None, after[0])
+    values = [x, Value(_packed(weight, n, k, KERNELS[dtype][1], b).id, None)]
     if bias is not None:
         wide = b.prepare("aten::_to_copy.default", bias, dtype=torch.float32)
-        values.append(Value(b.prepare("aten::constant_pad_nd.default", wide, (0, -n % AMX_BLOCK)).id, None))
+        values.append(Value(b.prepare("aten::constant_pad_nd.default", wide, (0, -n % kernel.columns)).id, None))
     values += [] if other is None else [other]
     b.launch(kernel, hash_of(kernel), values, sizes, after[1], out=out, op=op)
 
 
-def _packed(weight: Ref, n: int, k: int, b: Builder) -> Ref:
+def _packed(weight: Ref, n: int, k: int, packing: Packing, b: Builder) -> Ref:
     pad, shape, order = packing(n, k)
     padded = b.prepare("aten::constant_pad_nd.default", weight, pad)
     panels = b.prepare("aten::permute.default", b.prepare("aten::reshape.default", padded, shape), order)

@@ -1,0 +1,80 @@
+"""A linear of fp32 with AVX-512: `out = after(x @ weight.T (+ bias) (+ other))`.
+
+A block is 8 rows by 48 columns, whose 24 vectors of sums, three of weights and one of x are in registers. After PART products sums
+are added to those before: as exact as eager's, which adds in parts as well. The loops are those of `panels`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fusewright_cpu.emit.text import Module, V, i64
+from fusewright_cpu.kernels.by_hand import VECTOR_COLUMNS as COLUMNS
+from fusewright_cpu.kernels.by_hand import VECTOR_ROWS as ROWS
+from fusewright_cpu.kernels.by_hand import VectorLinear
+from fusewright_cpu.kernels.panels import Panels, emit_panels
+from fusewright_cpu.kernels.parts import each, least, load, store
+
+LANES = 16
+VECTORS = COLUMNS // LANES
+CHUNK = 8 * ROWS
+PART = 256
+"""The most products in one running sum (see `onednn.sums`)."""
+LEAP = 4 * COLUMNS // 64
+"""Cache lines of a panel per step of k. Each block of a chunk fetches one of eight successive lines."""
+
+
+def packing(n: int, k: int) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Return how a weight [n, k] is packed: the padding with zeros, the shape of the padded weight as panels, columns and k, and
+    the order of these in memory."""
+    return (0, 0, 0, -n % COLUMNS), (-(-n // COLUMNS), COLUMNS, k), (0, 2, 1)
+
+
+def packed(weight: torch.Tensor) -> torch.Tensor:
+    """Pack a weight."""
+    pad, shape, order = packing(*weight.shape)
+    return torch.nn.functional.pad(weight, pad).view(shape).permute(order).contiguous()
+
+
+def emit_vector_linear(module: Module, a: VectorLinear, name: str, parallel: bool) -> None:
+    """Add the function `name` (see `emit_panels`)."""
+    emit_panels(module, a, name, parallel, _Vectors(module, a, f"{name}.body"))
+
+
+class _Vectors(Panels):
+    columns, rows, chunk, dtype, products_per_unit = COLUMNS, ROWS, CHUNK, "f32", LANES
+
+    def panel_bytes(self) -> V:
+        return self.f.mul(self.size["k"], i64(4 * COLUMNS))
+
+    def ahead(self, row: V) -> V:
+        return self.f.mul(row, i64(64 // ROWS))
+
+    def products(self, row: V, weights: V, ahead: V) -> None:
+        f, k = self.f, self.size["k"]
+        xs = [f.gep("float", self.base["x"], f.mul(f.add(row, i64(r)), self.size["step"])) for r in range(ROWS)]
+        places = [f.gep("float", self.sums, i64(i * LANES)) for i in range(ROWS * VECTORS)]
+        zero = V("zeroinitializer", "float", LANES)
+
+        def step(at: V, sums: list[V]) -> list[V]:
+            out = list(sums)
+            self.fetch(f.gep("i8", ahead, f.mul(at, i64(64 * LEAP))), 1)
+            w = f.mul(at, i64(COLUMNS))
+            ws = [load(f, "float", f.gep("float", weights, f.add(w, i64(v * LANES))), LANES, 64) for v in range(VECTORS)]
+            for r, p in enumerate(xs):
+                x = f.splat(load(f, "float", f.gep("float", p, at)), LANES)
+                for v in range(VECTORS):
+                    out[r * VECTORS + v] = f.fma(x, ws[v], out[r * VECTORS + v])
+            return out
+
+        def part(first: V) -> None:
+            end = least(f, f.add(first, i64(PART)), k)
+            sums = f.loop(first, end, i64(1), [zero] * (ROWS * VECTORS), step)  # unrolled, LLVM would spill sums
+
+            def added() -> list[V]:
+                return [f.bin("fadd", load(f, "float", p, LANES, 64), s) for p, s in zip(places, sums, strict=True)]
+
+            for p, s in zip(places, f.when(f.cmp("icmp ne", first, i64(0)), added, sums), strict=True):
+                store(f, s, p, 64)
+
+        each(f, i64(0), k, PART, part)
