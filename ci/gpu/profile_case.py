@@ -31,8 +31,9 @@ from fusewright import report
 from fusewright.bench.cases import resolve, resolve_step
 from fusewright.bench.contenders import EAGER, Contender, from_backend
 from fusewright.bench.device import Clock
-from fusewright.bench.suite import TrainStep, flatten_outputs
+from fusewright.bench.suite import DType, TrainStep, flatten_outputs
 from fusewright.errors import in_brief
+from fusewright.interface import HOST
 from fusewright.plan.execute.recording import Recorded
 
 WARM, ROUNDS, QUEUED, PROFILED = 5, 3, 5, 3
@@ -48,7 +49,8 @@ SEED = 7
 
 @dataclass(frozen=True)
 class Job:
-    """A case: what to build, whom to compare, and until when (seconds since the epoch) compilers of others may run."""
+    """A case: what to build, whom to compare, and until when (seconds since the epoch) compilers of others may run. `dtype` is
+    that of inference; steps run under bf16 autocast."""
 
     model: str
     mode: str
@@ -56,6 +58,8 @@ class Job:
     against: tuple[str, ...]
     folder: str
     until: float
+    device: str = "cuda"
+    dtype: DType = "bf16"
     dry: bool = False
     profiled: bool = True
 
@@ -120,7 +124,7 @@ class Case:
 
     def __init__(self, job: Job) -> None:
         self.job, self.folder = job, Path(job.folder)
-        self.clock = Clock("cpu" if job.dry else "cuda")
+        self.clock = Clock(job.device)
         self.rows = {c.name: Row(job.name, c.name) for c in job.contenders()}
         self.lines = [f"==== {job.name}"]
         self.calls: dict[str, Callable[[], Any]] = {}
@@ -162,7 +166,7 @@ class Case:
         if self.job.mode == "train":
             self.base: Any = resolve_step(self.job.model, size, "amp", self.clock.device)
         else:
-            self.base = resolve(self.job.model, size, "bf16", self.clock.device)
+            self.base = resolve(self.job.model, size, self.job.dtype, self.clock.device)
 
     def _import_compilers(self) -> None:
         """Compile something small: ours comes first, and would alone pay for the imports of Dynamo and AOTAutograd (a second)."""
@@ -279,10 +283,11 @@ class Case:
 
     def _profile(self) -> None:
         """Profile the kernels alone: beside ranges of the host, calls take longer."""
-        activity = ProfilerActivity.CPU if self.job.dry else ProfilerActivity.CUDA
+        on_host = self.job.device == HOST
+        activity = ProfilerActivity.CPU if on_host else ProfilerActivity.CUDA
         calls = self._few(PROFILED)
         for name in [n for n in self.calls if n != EAGER.name]:
-            row, events = self.rows[name], _on_device(self._profiled(self.calls[name], [activity]), self.job.dry)
+            row, events = self.rows[name], _on_device(self._profiled(self.calls[name], [activity]), on_host)
             total = sum(end - start for _, start, end in events)
             row.kernels, row.kernels_ms = round(len(events) / calls), round(total / calls / 1e3, 3)
             row.busy_ms = round(covered((start, end) for _, start, end in events) / calls / 1e3, 3)
@@ -298,7 +303,8 @@ class Case:
         recorded = list(_recorded())
         given_up = [r.given_up for r in recorded]
         self.lines.append(f"-- {len(recorded)} plans may be replayed; given up: {[why for why in given_up if why]}")
-        activities = [ProfilerActivity.CPU, *([] if self.job.dry else [ProfilerActivity.CUDA])]
+        on_host = self.job.device == HOST
+        activities = [ProfilerActivity.CPU, *([] if on_host else [ProfilerActivity.CUDA])]
         for r in recorded:
             r.given_up = "profiled by instruction"
         try:
@@ -307,7 +313,7 @@ class Case:
         finally:
             for r, why in zip(recorded, given_up, strict=True):
                 r.given_up = why
-        self.lines += _ranges(found, self._few(PROFILED), "cpu" if self.job.dry else "device")
+        self.lines += _ranges(found, self._few(PROFILED), "cpu" if on_host else "device")
 
 
 def _one_line(text: str) -> str:
@@ -324,11 +330,11 @@ def _recorded() -> Iterator[Recorded[Any]]:
             yield found
 
 
-def _on_device(prof: profile, dry: bool) -> list[tuple[str, float, float]]:
+def _on_device(prof: profile, on_host: bool) -> list[tuple[str, float, float]]:
     """Return the kernels of a profile with their start and end in us; on a host, what no other op called."""
     found = []
     for e in prof.events() or ():
-        on_device = e.device_type == DeviceType.CPU and e.cpu_parent is None if dry else e.device_type != DeviceType.CPU
+        on_device = e.device_type == DeviceType.CPU and e.cpu_parent is None if on_host else e.device_type != DeviceType.CPU
         if on_device and not e.is_user_annotation and not e.name.startswith(("fusewright ", "##", "ProfilerStep")):
             found.append((e.name, e.time_range.start, e.time_range.end))
     return found

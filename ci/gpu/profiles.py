@@ -1,14 +1,15 @@
-"""Time and profile models of `fusewright bench` on a GPU, with their kernels, beside other compilers. The table comes last.
+"""Time and profile models of `fusewright bench` beside other compilers, on a GPU or a CPU. The table comes last.
 
     python -m ci.gpu.profiles large:resnet50:train large:deberta_v2:infer [--against inductor,reduce-overhead] [--seconds 480]
         [--at-once 8] [--no-profile] [--out FOLDER] [--json record.json] [--dry]
+    python -m ci.gpu.profiles --device cpu tests/zoo/published.py:clip:infer
 
-Cases (MODEL:train under bf16 autocast, MODEL:infer in bf16) compile concurrently, each in its own process; while one is timed and
-profiled, the others are suspended. At most `--at-once` exist at a time, because they share the GPU's memory. When time is short,
-contenders that are not compiled yet are left out (`--no-profile` leaves more time for them). A row has the wall time of a call, the
-host's time until it returns, the sum of its kernels, and how far results are from eager's. `--out` keeps for each case a text
-(kernels, instructions, graphs, what eager's kernels compute) and the plans and the code of all contenders. `--dry` tries the tool
-without a GPU: small sizes, ours simulated.
+Cases (MODEL:train under bf16 autocast, MODEL:infer in bf16, on a CPU in fp32) compile concurrently, each in its own process; while
+one is timed and profiled, the others are suspended. At most `--at-once` exist at a time, because they share the device's memory.
+When time is short, contenders that are not compiled yet are left out (`--no-profile` leaves more time for them). A row has the wall
+time of a call, the host's time until it returns, the sum of its kernels, and how far results are from eager's. `--out` keeps for
+each case a text (kernels, instructions, graphs, what eager's kernels compute) and the plans and the code of all contenders. `--dry`
+tries the tool without a GPU: small sizes, ours simulated.
 
 Exit code 1 if our backend was not timed in some case.
 """
@@ -38,6 +39,7 @@ from fusewright.bench.cases import check_case
 from fusewright.bench.contenders import EAGER, from_backend
 from fusewright.bench.device import check_device
 from fusewright.errors import FusewrightError
+from fusewright.interface import HOST
 
 ROOT = Path(__file__).resolve().parents[2]
 ALONE_SECONDS, RESERVED_SECONDS = 40.0, 10.0
@@ -53,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = _arguments(argv)
     start, rows = time.time(), list[Row]()
     command = " ".join(["python -m ci.gpu.profiles", *(sys.argv[1:] if argv is None else argv)])
-    record = {"command": command, **report.environment(_device(given.dry))}
+    record = {"command": command, **report.environment(given.device)}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         jobs = _jobs(given, Path(folder), start + given.seconds)
         try:
@@ -70,14 +72,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(any(r.outcome != "timed" for r in rows if r.contender == given.backend))
 
 
-def _device(dry: bool) -> str:
-    return "cpu" if dry else "cuda"
-
-
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="+", metavar="MODEL:MODE", help="a model as `fusewright bench` names it, and train or infer")
-    parser.add_argument("--backend", default="nvidia_triton", help="ours; default: nvidia_triton")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default: cuda")
+    parser.add_argument("--backend", help="ours; default: nvidia_triton, on a CPU x86_onednn")
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), help="of inference; default: bf16, on a CPU fp32")
     parser.add_argument("--against", help="comma-separated, besides eager; default: inductor, with --dry aot_eager")
     parser.add_argument("--seconds", type=float, default=480, help="for everything; default: 480")
     parser.add_argument("--at-once", type=int, default=8, help="cases in memory; default: 8")
@@ -86,13 +86,17 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="where the record goes")
     parser.add_argument("--dry", action="store_true", help="without a GPU")
     given = parser.parse_args(argv)
+    on_host = given.device == HOST and not given.dry
+    given.device = HOST if given.dry else given.device
+    given.backend = given.backend or ("x86_onednn" if on_host else "nvidia_triton")
+    given.dtype = given.dtype or ("fp32" if on_host else "bf16")
     given.against = given.against or ("aot_eager" if given.dry else "inductor")
     given.against = tuple(name for name in given.against.split(",") if name not in (EAGER.name, given.backend))
     try:
         for case in given.cases:
             check_case(_split(case)[0], train=_split(case)[1])
         bound = [name for name in given.against if from_backend(name).env]
-        check_device(_device(given.dry))
+        check_device(given.device)
     except (FusewrightError, ValueError) as error:
         parser.error(str(error))
     if bound:
@@ -116,13 +120,15 @@ def _jobs(given: argparse.Namespace, folder: Path, end: float) -> list[Job]:
         own = folder / str(k)
         own.mkdir()
         mode = "train" if train else "infer"
-        found.append(Job(model, mode, given.backend, given.against, str(own), until, given.dry, not given.no_profile))
+        where = {"device": given.device, "dtype": given.dtype, "dry": given.dry, "profiled": not given.no_profile}
+        found.append(Job(model, mode, given.backend, given.against, str(own), until, **where))
     return found
 
 
 def _each(given: argparse.Namespace, jobs: Sequence[Job], end: float) -> Iterator[list[Row]]:
     """Yield the rows of each case. When the consumer stops, everything ends."""
-    run = Run(end, trace=given.out is not None, alone_seconds=given.seconds if given.dry else ALONE_SECONDS)
+    on_host, alone = given.device == HOST, given.seconds if given.dry else ALONE_SECONDS
+    run = Run(end, trace=given.out is not None, alone_seconds=alone, on_host=on_host)
     with ThreadPoolExecutor(given.at_once) as pool:
         try:
             yield from pool.map(run.case, range(len(jobs)), jobs)
@@ -133,8 +139,8 @@ def _each(given: argparse.Namespace, jobs: Sequence[Job], end: float) -> Iterato
 class Run:
     """Processes of cases, one of which runs alone while it is timed."""
 
-    def __init__(self, end: float, trace: bool, alone_seconds: float) -> None:
-        self.end, self.trace, self.alone_seconds = end, trace, alone_seconds
+    def __init__(self, end: float, trace: bool, alone_seconds: float, on_host: bool = False) -> None:
+        self.end, self.trace, self.alone_seconds, self.on_host = end, trace, alone_seconds, on_host
         self._turn = threading.Lock()
         self._running: set[subprocess.Popen[bytes]] = set()
 
@@ -159,7 +165,11 @@ class Run:
 
     def _start(self, number: int, job: Job) -> subprocess.Popen[bytes]:
         folder = Path(job.folder)
+        cores = sorted(os.sched_getaffinity(0))
+        own = {cores[(CORES * number + k) % len(cores)] for k in range(CORES)}
         env = {**os.environ, **{name: f"{folder}/{name}" for name in CACHES}, "TOKENIZERS_PARALLELISM": "false"}
+        if self.on_host:
+            env["OMP_NUM_THREADS"] = str(len(own))
         for name in CACHES:
             (folder / name).mkdir(mode=0o700)
         if self.trace:
@@ -169,8 +179,7 @@ class Run:
             process = subprocess.Popen(
                 command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, process_group=0
             )
-        cores = sorted(os.sched_getaffinity(0))  # it has compilers of its own: as many as it has cores
-        os.sched_setaffinity(process.pid, {cores[(CORES * number + k) % len(cores)] for k in range(CORES)})
+        os.sched_setaffinity(process.pid, own)  # it has compilers of its own: as many as it has cores
         self._running.add(process)
         return process
 

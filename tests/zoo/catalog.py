@@ -72,33 +72,45 @@ def build(name: str) -> Example:
 
 def _transformers(name: str) -> Example:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 
     said: list[str] = []
     for kind, _ in geometry.GEOMETRIES:
         try:
             config = geometry.small(CONFIG_MAPPING[name], kind)
-            mapping = MODEL_FOR_CAUSAL_LM_MAPPING if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else MODEL_MAPPING
-            module = _module(mapping[type(config)], config)
+            return accepted(config, LARGEST)
         except Exception as error:  # classes reject a geometry with various errors: try the next
-            said.append(f"{type(error).__name__}: {str(error)[:200]}")
+            said.append(str(error) if isinstance(error, NotBuilt) else _in_brief(error))
+    raise NotBuilt("; ".join(dict.fromkeys(said)))
+
+
+def accepted(config: Any, largest: float, length: int = inputs.LENGTH, batch: int = inputs.BATCH) -> Example:
+    """Build the causal language model, or else the base model, of a configuration, with inputs that it accepts. Raises `NotBuilt`,
+    or what the model's class raises."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
+
+    mapping = MODEL_FOR_CAUSAL_LM_MAPPING if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else MODEL_MAPPING
+    module = _module(mapping[type(config)], config, largest)
+    said = []
+    for given in inputs.candidates(module, length, batch):
+        try:
+            with torch.no_grad():
+                module(**given)
+        except Exception as error:  # forwards reject inputs with various errors: try the next
+            said.append(f"given {', '.join(given)}: {_in_brief(error)}")
             continue
-        for given in inputs.candidates(module):
-            try:
-                with torch.no_grad():
-                    module(**given)
-            except Exception as error:  # likewise
-                said.append(f"given {', '.join(given)}: {type(error).__name__}: {str(error)[:200]}")
-                continue
-            return Example(module, given, _resized(module, tuple(given)))
+        return Example(module, given, _resized(module, tuple(given)))
     raise NotBuilt("; ".join(dict.fromkeys(said)) or "its forward takes nothing that is known here")
 
 
-def _module(cls: Any, config: Any) -> nn.Module:
+def _in_brief(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error)[:200]}"
+
+
+def _module(cls: Any, config: Any, largest: float) -> nn.Module:
     cls = cls[0] if isinstance(cls, (tuple, list)) else cls
     with torch.device("meta"):
         size = sum(p.numel() for p in cls(config).parameters())
-    if size > LARGEST:
+    if size > largest:
         raise NotBuilt(f"{size / 1e6:.0f} M parameters")
     module: nn.Module = cls(config).eval()
     perturb(module)

@@ -40,6 +40,14 @@ def test_every_contender_of_every_case_has_a_row(tmp_path: Path) -> None:
     assert any("nvidia_triton" in t for holds, make in results.KINDS if holds(record) for t in make(record))
 
 
+@pytest.mark.slow
+def test_cases_on_a_cpu(tmp_path: Path) -> None:
+    assert profiles.main([f"{TOYS}:mlp:infer", "--device", "cpu", "--no-profile", "--json", str(tmp_path / "record.json")]) == 0
+    rows = {r["contender"]: r for r in json.loads((tmp_path / "record.json").read_text())["rows"]}
+    assert {name: r["outcome"] for name, r in rows.items()} == {"x86_onednn": "timed", "eager": "timed", "inductor": "timed"}
+    assert rows["x86_onednn"]["off_max"] < 1e-5, "fp32"
+
+
 def test_time_that_is_short_ends_compilers() -> None:
     with pytest.raises(Late), limited(time.time() - 1):
         time.sleep(5)
