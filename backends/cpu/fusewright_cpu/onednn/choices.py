@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
+from itertools import cycle
 from typing import Any, TypeAlias
 
 import torch
@@ -26,6 +27,9 @@ milliseconds."""
 
 PROXY_ELEMENTS = 1 << 23
 """The largest weight that a measurement allocates."""
+
+CORE_CACHE, MOST_COPIED = 2 << 20, 32 << 20
+"""Bytes of the largest cache that a core has to itself, and the most of copies of one weight."""
 
 
 @dataclass(frozen=True)
@@ -146,46 +150,53 @@ def _linear_thunk(p: Product, form: str, matrix: Matrix, columns: int = 0, after
         x = matrix(p.m, p.k, p.x_rows or form == "copied", p.dtype)
         w = matrix(p.n, p.k, p.w_rows, p.dtype)
         b = torch.full((p.n,), 0.5, dtype=p.dtype) if p.bias else None
+        weights = partial(in_turn, p.n, p.k, p.dtype)
 
         def fused(weight: torch.Tensor) -> Any:
             if after.rides:
                 return torch.ops.mkldnn._linear_pointwise(x, weight, b, *after.post)
             return after.apart(torch.ops.mkldnn._linear_pointwise(x, weight, b, *NOTHING.post))
 
-        if form == "aten":
-            return lambda: after.apart(torch.nn.functional.linear(x, w, b))
-        if form == "dense":
-            return lambda: fused(w)
-        if form == "copied":
-            part = x.view(-1)[: max(1, int(FITTED.copy * x.numel() * p.n / max(columns, p.n)))]
-            target = torch.empty_like(part)
-            return lambda: (target.copy_(part), fused(w))
         if form == own.FORM:
-            return penalised(_own_thunk(p, x, after), FITTED.packed_gain)
+            run = own_product(own.kernel_of(p.dtype, p.bias, False, after.own[0]), p.m, p.k, p.n, after.own[1])
+            return penalised(lambda: run(x), FITTED.packed_gain)
         if form == "mkl":
-            laid_out = torch.ops.mkl._mkl_reorder_linear_weight(w, p.m)
-            return penalised(lambda: after.apart(torch.ops.mkl._mkl_linear(x, laid_out, w, b, p.m)), FITTED.packed_gain)
-        packed = torch.ops.mkldnn._reorder_linear_weight(w, p.m)
-        return penalised(lambda: fused(packed), FITTED.packed_gain)
+            turn = weights(lambda: torch.ops.mkl._mkl_reorder_linear_weight(w, p.m))
+            mkl = torch.ops.mkl._mkl_linear
+            return penalised(lambda: after.apart(mkl(x, next(turn), w, b, p.m)), FITTED.packed_gain)
+        if form == "packed":
+            turn = weights(lambda: torch.ops.mkldnn._reorder_linear_weight(w, p.m))
+            return penalised(lambda: fused(next(turn)), FITTED.packed_gain)
+        turn = weights(w.clone)
+        if form == "aten":
+            return lambda: after.apart(torch.nn.functional.linear(x, next(turn), b))
+        if form == "dense":
+            return lambda: fused(next(turn))
+        part = x.view(-1)[: max(1, int(FITTED.copy * x.numel() * p.n / max(columns, p.n)))]
+        target = torch.empty_like(part)
+        return lambda: (target.copy_(part), fused(next(turn)))
 
     return make
 
 
-def _own_thunk(p: Product, x: torch.Tensor, after: Unary) -> Thunk:
-    run = own_product(own.kernel_of(p.dtype, p.bias, False, after.own[0]), p.m, p.k, p.n, after.own[1])
-    return lambda: run(x)
+def in_turn(n: int, k: int, dtype: torch.dtype, make: Callable[[], torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield equal weights [n, k] in turn: in a model, those of other layers push one out of the cores' caches, and forms of a
+    product differ in what that costs. (A weight in MKL's layout cannot be copied.)"""
+    cached = min(MOST_COPIED, torch.get_num_threads() * CORE_CACHE)
+    return cycle([make() for _ in range(math.ceil(cached / max(1, n * k * dtype.itemsize)))])
 
 
 def own_product(kernel: own.Linear, m: int, k: int, n: int, scalars: Sequence[float] = ()) -> Callable[..., torch.Tensor]:
-    """Return our own kernel with a weight [n, k] to measure it with: a function of m dense rows, and of those that it adds."""
+    """Return our own kernel with weights [n, k] to measure it with: a function of m dense rows, and of those that it adds."""
     launcher, wide = compile_kernels([kernel]).launcher(kernel), -(-n // kernel.columns) * kernel.columns
     dtype = to_torch(kernel.dtype)
-    constants = [torch.full((wide, k), 0.5, dtype=dtype), *([torch.full((wide,), 0.5)] if kernel.bias else [])]
+    turn = in_turn(n, k, dtype, lambda: torch.full((wide, k), 0.5, dtype=dtype))
+    bias = [torch.full((wide,), 0.5)] if kernel.bias else []
 
     def run(*rows: torch.Tensor) -> torch.Tensor:
         out = torch.empty(m, n, dtype=dtype)
         x, *other = rows
-        launcher([x, *constants, *other, out], (m, n, k, k), scalars)
+        launcher([x, next(turn), *bias, *other, out], (m, n, k, k), scalars)
         return out
 
     return run
@@ -292,11 +303,12 @@ def pointwise_form(
         x, other = filled(c), filled(columns)
         weight, bias = torch.full((columns, c, 1, 1), 0.5, dtype=dtype), torch.zeros(columns)
         geometry = ([0, 0], [1, 1], [1, 1], 1)
-        packed = torch.ops.mkldnn._reorder_convolution_weight(weight, *geometry, list(x.shape))
+        pack = torch.ops.mkldnn._reorder_convolution_weight
+        turn = in_turn(columns, c, dtype, lambda: pack(weight, *geometry, list(x.shape)))
         call = torch.ops.mkldnn._convolution_pointwise
         if kernel.add:  # one loop kernel adds and activates
-            return lambda: call(x, packed, bias, *geometry, "none", [], "").add_(other)
-        return lambda: (made := call(x, packed, bias, *geometry, "none", [], ""), made.relu_() if apart else None)
+            return lambda: call(x, next(turn), bias, *geometry, "none", [], "").add_(other)
+        return lambda: (made := call(x, next(turn), bias, *geometry, "none", [], ""), made.relu_() if apart else None)
 
     def ours() -> Thunk:
         run, rows = own_product(kernel, n * h * w, c, columns, scalars), [filled(c), *([filled(columns)] if kernel.add else [])]
