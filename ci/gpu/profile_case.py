@@ -134,7 +134,7 @@ class Case:
         torch.set_grad_enabled(self.job.mode == "train")
         self._build()
         self._import_compilers()
-        for contender in self.job.contenders():
+        for contender in sorted(self.job.contenders(), key=lambda c: c is not EAGER):  # eager starts the libraries (cuBLAS, cuDNN)
             self._prepare(contender)
             self._save()
         (self.folder / "ready").touch()

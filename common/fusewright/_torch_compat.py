@@ -9,6 +9,7 @@ import contextlib
 import functools
 import json
 import logging
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -22,13 +23,11 @@ DYNAMO = "torch._dynamo"
 """The import done by a process's first compilation: a second of a core. Import it once before forking many processes."""
 
 
+_Compiler = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
+
+
 def aot_compile(
-    gm: GraphModule,
-    example_inputs: Sequence[Any],
-    *,
-    forward: Callable[[GraphModule, Sequence[Any]], Callable[..., Any]],
-    backward: Callable[[GraphModule, Sequence[Any]], Callable[..., Any]],
-    inference: Callable[[GraphModule, Sequence[Any]], Callable[..., Any]],
+    gm: GraphModule, inputs: Sequence[Any], *, forward: _Compiler, backward: _Compiler, inference: _Compiler,
     joint: Callable[[Graph], None],
 ) -> Callable[..., Any]:
     """Pass a Dynamo graph to AOTAutograd with the min-cut partitioner, as the `aot_eager` backend does. `joint` rewrites the
@@ -43,14 +42,9 @@ def aot_compile(
         with config.patch(cse=False):
             return min_cut_rematerialization_partition(gm, *args, **kwargs)
 
+    compilers = {"fw_compiler": forward, "bw_compiler": backward, "inference_compiler": inference}
     with _resizing_whole():
-        return aot_autograd(
-            fw_compiler=forward,
-            bw_compiler=backward,
-            inference_compiler=inference,
-            partition_fn=cut,
-            keep_inference_input_mutations=True,
-        )(gm, example_inputs)
+        return aot_autograd(**compilers, partition_fn=cut, keep_inference_input_mutations=True)(gm, inputs)
 
 
 _RESIZING = ("upsample_nearest2d", "upsample_bilinear2d", "upsample_bicubic2d")
@@ -590,8 +584,7 @@ class Symbols:
 
 
 def compiled_module(model: Any) -> tuple[Any, str | None, dict[str, Any] | None]:
-    """The module given to `torch.compile`, with backend and options as far as the result tells. Other objects are returned as
-    they are."""
+    """The module given to `torch.compile`, with backend and options if the result tells them; other objects as they are."""
     if not hasattr(model, "_orig_mod"):
         return model, None, None
     at = getattr(getattr(model, "dynamo_ctx", None), "callback", None)
@@ -605,23 +598,31 @@ def compiled_module(model: Any) -> tuple[Any, str | None, dict[str, Any] | None]
 
 def graph_breaks() -> dict[str, int]:
     """Reasons of Dynamo's graph breaks in this process, with their counts."""
-    from torch._dynamo.utils import counters
-
-    return {str(reason): int(n) for reason, n in counters["graph_break"].items()}
-
-
-def frames() -> tuple[int, int]:
-    """How many functions Dynamo saw in this process, and how many it traced; the others run in plain Python."""
-    from torch._dynamo.utils import counters
-
-    return counters["frames"]["total"], counters["frames"]["ok"]
+    return _counted("graph_break")
 
 
 def untraced() -> dict[str, int]:
     """What Dynamo could not trace in this process, with counts; includes the reasons of graph breaks."""
+    return _counted("unimplemented")
+
+
+def frames() -> tuple[int, int]:
+    """How many functions Dynamo saw in this process, and how many it traced; the others run in plain Python."""
+    return tuple(_counted("frames").get(kind, 0) for kind in ("total", "ok"))  # type: ignore[return-value]
+
+
+def _counted(kind: str) -> dict[str, int]:
     from torch._dynamo.utils import counters
 
-    return {str(reason): int(n) for reason, n in counters["unimplemented"].items()}
+    return {str(what): int(n) for what, n in counters[kind].items()}
+
+
+def around_compilations(start: Callable[[Any], None], end: Callable[[Any], None]) -> None:
+    """Let Dynamo, if it is imported, call `start` and `end` around its compilations until `torch.compiler.reset`."""
+    handler = getattr(sys.modules.get(DYNAMO), "callback_handler", None)
+    if handler is not None and start not in handler.start_callbacks:
+        handler.register_start_callback(start)
+        handler.register_end_callback(end)
 
 
 def real_tensors() -> Any:
@@ -673,8 +674,7 @@ def symbolic_mode() -> Any:
 
 def guards_hold(shape_env: Any, fakes: Sequence[Any], tensors: Sequence[torch.Tensor]) -> bool:
     """Whether what tracing assumed of the sizes of `fakes` holds for `tensors`."""
-    found: bool = shape_env.evaluate_guards_for_args(list(fakes), list(tensors), ignore_static=False)
-    return found
+    return bool(shape_env.evaluate_guards_for_args(list(fakes), list(tensors), ignore_static=False))
 
 
 FROM_A_POINTER = ("cpu", "cuda")

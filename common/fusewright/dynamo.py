@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.fx import GraphModule, Node
 
+from fusewright import _torch_compat as compat
 from fusewright.errors import BackendUnavailableError, OptionError, nearest
 from fusewright.interface import HOST, Backend, Phase
 from fusewright.report import warn_once
@@ -25,6 +26,7 @@ Entry = Callable[..., Callable[..., Any]]
 
 def entry(name: str) -> Entry:
     """The function that a package registers under `torch_dynamo_backends` for its own backend `name`."""
+    _pause_gc_while_tracing()
 
     def backend(
         gm: GraphModule,
@@ -33,6 +35,7 @@ def entry(name: str) -> Entry:
         options: Mapping[str, Any] | None = None,
         mode: str | None = None,
     ) -> Callable[..., Any]:
+        _pause_gc_while_tracing()  # again after a reset
         with gc_paused():  # including the imports
             return compile_dynamo(name, gm, example_inputs, options, mode)
 
@@ -123,7 +126,7 @@ def _warn_of_unknown_env() -> None:
             warn_once(f"{name} is not read by anything; {hint}")
 
 
-@contextmanager
+@contextlib.contextmanager
 def gc_paused() -> Iterator[None]:
     """Pause Python's cyclic garbage collector: allocations would trigger walks of the whole heap, a quarter of a second with
     torch and a model."""
@@ -134,6 +137,40 @@ def gc_paused() -> Iterator[None]:
     finally:
         if was:
             gc.enable()
+
+
+_pause = contextlib.ExitStack()
+"""What ends with the compilation that Dynamo is at."""
+
+
+def _pause_gc_while_tracing() -> None:
+    """Let the collector rest from a compilation's start, before its graph reaches a backend."""
+    compat.around_compilations(_compilation_starts, _compilation_ends)
+
+
+def _compilation_starts(_: object) -> None:
+    if gc.isenabled():
+        _pause.enter_context(gc_paused())
+        _pause.enter_context(_only_new_objects())
+
+
+def _compilation_ends(_: object) -> None:
+    _pause.close()  # of nothing, if the hooks were set during this compilation
+
+
+@contextlib.contextmanager
+def _only_new_objects() -> Iterator[None]:
+    """Collect at the end what has been made in the `with` block, without a walk over the objects that were there before: the block
+    makes enough objects for a walk over all to be due."""
+    apart = not gc.get_freeze_count()  # else the program has frozen objects, which must stay so
+    if apart:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if apart:
+            gc.collect()
+            gc.unfreeze()
 
 
 def _device_type(example_inputs: Sequence[Any]) -> str:

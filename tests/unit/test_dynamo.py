@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -22,6 +23,54 @@ def test_the_collector_rests_while_a_graph_is_compiled(was: bool) -> None:
         assert gc.isenabled() is was
     finally:
         (gc.enable if before else gc.disable)()
+
+
+def test_the_collector_rests_while_dynamo_traces_and_walks_only_what_is_new() -> None:
+    """A walk over torch's and a model's objects takes a third of a second; a compilation makes enough objects for one to be due."""
+    seen: list[tuple[bool, int]] = []
+    collected: list[int] = []
+
+    class Garbage:
+        pass
+
+    @torch.compiler.assume_constant_result
+    def traced() -> float:  # Dynamo calls it while it traces
+        one = Garbage()
+        one.itself = one  # type: ignore[attr-defined]
+        left.append(weakref.ref(one))
+        seen.append((gc.isenabled(), len(gc.get_objects())))
+        return 2.0
+
+    left: list[weakref.ref[Garbage]] = []
+    torch.compiler.reset()
+    compiled = torch.compile(lambda x: x.sin() * traced(), backend="fusewright_null")
+    compiled(torch.ones(2))  # the reset has dropped the hooks: a backend sets them again
+    old = len(gc.get_objects())
+
+    def collection(phase: str, about: dict[str, int]) -> None:
+        if phase == "start" and about["generation"] == 2:
+            collected.append(len(gc.get_objects()))
+
+    gc.callbacks.append(collection)
+    try:
+        compiled(torch.ones(2, 3))
+    finally:
+        gc.callbacks.remove(collection)
+    enabled, apart = seen[1]
+    assert not enabled and apart < old / 2, "the collector rests, and old objects are set apart"
+    assert max(collected) < old / 2 and left[1]() is None
+    assert gc.isenabled() and not gc.get_freeze_count()
+
+
+def test_objects_that_a_program_froze_stay_frozen() -> None:
+    dynamo.entry("fusewright_null")  # sets the hooks, after whatever reset there was
+    gc.freeze()
+    try:
+        frozen = gc.get_freeze_count()
+        torch.compile(lambda x: x.cos(), backend="fusewright_null")(torch.ones(2))
+        assert gc.get_freeze_count() >= frozen / 2 and gc.isenabled()
+    finally:
+        gc.unfreeze()
 
 
 def test_the_collector_pauses_while_either_graph_of_a_training_step_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
