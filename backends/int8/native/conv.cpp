@@ -1,26 +1,18 @@
 // Convolutions of channels-last tensors: depthwise with their own kernel, pointwise as products of the tensor itself, others as
 // products of rows gathered block by block in cache (im2col).
 #include <algorithm>
+#include <atomic>
 #include <cstring>
-#include <vector>
 
 #include "drivers.h"
+#include "parts.h"
 #include "pool.h"
 
 namespace fusewright::int8 {
 
 namespace {
 
-constexpr i64 kGathered = i64{1} << 17;  // bytes of gathered rows: with a panel of weights they fit the L2 cache
-constexpr i64 kMostRows = 192;
 constexpr i64 kLeastPixels = 16;
-
-// Scratch memory of the calling thread, kept for its next call.
-std::uint8_t* scratch(i64 bytes) {
-  static thread_local std::vector<std::uint8_t> kept;
-  if (static_cast<i64>(kept.size()) < bytes) kept.resize(static_cast<std::size_t>(bytes));
-  return kept.data();
-}
 
 After from_column(After a, i64 column) {
   auto size = [](Type t) { return t == Type::f32 ? 4 : t == Type::bf16 ? 2 : 1; };
@@ -82,32 +74,25 @@ void gather(const Conv& c, i64 pixel, i64 rows, i64 first, i64 bytes, std::uint8
   }
 }
 
-// Rows that a part gathers: as many as the cache holds, or fewer if there would be too few parts for the threads. Parts are divided
-// evenly among threads.
-i64 rows_of_part(const Kernels& kernels, const Conv& c, i64 k, i64 threads) {
-  const i64 unit = kernels.rows, pixels = c.pixels();
-  const i64 most = std::clamp(kGathered / std::max<i64>(k, 1), unit, kMostRows);
-  i64 parts = (pixels + most - 1) / most;
-  parts = std::max(parts, std::min(3 * threads, pixels / (2 * unit)));
-  const i64 even = std::max<i64>(parts / threads, 1) * threads;
-  if (pixels <= 2 * most * even && pixels >= unit * even) parts = even;
-  const i64 rows = (pixels + parts - 1) / parts;
-  return parts > 4 * threads ? std::min(round_up(rows, unit), pixels) : rows;
-}
-
+// Parts are panels of some pixels. A thread gathers once for successive parts of the same pixels.
 void run_gathered(const Kernels& kernels, const Conv& c, i64 threads) {
-  const i64 channels = c.c / c.groups, k = channels * c.taps();
-  const i64 rows = rows_of_part(kernels, c, k, threads);
-  parallel((c.pixels() + rows - 1) / rows, threads, [&](i64 part) {
-    std::uint8_t* gathered = scratch(rows * k);
-    i64 pixel = part * rows, count = std::min(rows, c.pixels() - pixel);
+  static std::atomic<i64> calls{0};
+  static thread_local i64 gathered_call = 0, gathered_chunk = 0;
+  const i64 call = ++calls, channels = c.c / c.groups, k = channels * c.taps();
+  const i64 pieces = c.groups == 1 ? panels_of(c.n) : 1, rows = rows_of_part(kernels, c.pixels(), k, pieces, threads);
+  parallel(parts_of(c.pixels(), rows) * pieces, threads, [&](i64 part) {
+    const i64 chunk = part / pieces, pixel = chunk * rows, count = std::min(rows, c.pixels() - pixel);
+    std::uint8_t* gathered = scratch<std::uint8_t, 0>(rows * k);
+    const bool there = c.groups == 1 && gathered_call == call && gathered_chunk == chunk;
     for (i64 group = 0; group < c.groups; ++group) {
       Gemm g = product_of_group(c, group);
-      gather(c, pixel, count, group * channels, channels, gathered);
+      if (!there) gather(c, pixel, count, group * channels, channels, gathered);
       g.x = gathered, g.x_stride = k, g.m = count;
       g.after = from_row(g.after, pixel);
-      kernels.gemm(g, 0, count, 0, panels_of(g.n));
+      const i64 column = part % pieces * kPanel, columns = pieces > 1 ? std::min(kPanel, g.n - column) : g.n;
+      kernels.gemm(g, 0, count, column, columns, (part + 1) % pieces * kPanel);
     }
+    gathered_call = call, gathered_chunk = chunk;
   });
 }
 
@@ -118,7 +103,7 @@ void run_conv(const Kernels& kernels, const Conv& c, i64 threads) {
   if (c.groups == c.c && c.groups == c.n && c.groups > 1) {
     i64 pixels = std::max(kLeastPixels, c.pixels() / (8 * threads));
     return parallel((c.pixels() + pixels - 1) / pixels, threads, [&](i64 part) {
-      std::uint8_t* strip = scratch(strip_bytes(c, pixels_of_strip(c)));
+      std::uint8_t* strip = scratch<std::uint8_t, 0>(strip_bytes(c, pixels_of_strip(c)));
       kernels.depthwise(c, part * pixels, std::min(pixels, c.pixels() - part * pixels), strip);
     });
   }

@@ -127,7 +127,7 @@ template <class V> void depthwise(const Conv& c, i64 pixel, i64 pixels, std::uin
     i64 count = smaller(kPanel, c.c - block);
     std::int32_t zero = c.x_zero + (c.x_signed ? 128 : 0);
     columns.of(c.w_scale, c.bias, of_columns, block, count, static_cast<double>(c.x_scale), zero);
-    if (quick) levels.of(columns, c.after, c.taps());
+    if (quick) levels.of(columns, c.after, count, c.taps());
     const std::int8_t* w = c.weight + block / kPanel * depthwise_block(c.kh, c.kw);
     for (i64 p = pixel, some; p < pixel + pixels; p += some) {
       const i64 x = p % c.ow;

@@ -21,12 +21,12 @@ struct Columns {
   // the weights, times the zero point of x under the same condition.
   void of(const float* w_scale, const float* bias_of, const std::int32_t* sums, i64 first, i64 count, double x_scale,
           std::int32_t zero) {
-    for (i64 i = 0; i < kPanel; ++i) {
-      bool there = i < count;
-      scale[i] = there ? x_scale * static_cast<double>(w_scale[first + i]) : 0;
-      bias[i] = there && bias_of ? static_cast<double>(bias_of[first + i]) : -0.0;  // x + -0.0 is x for every x
-      offset[i] = there ? static_cast<std::int32_t>(static_cast<std::uint32_t>(sums[first + i]) * static_cast<std::uint32_t>(zero)) : 0;
+    for (i64 i = 0; i < count; ++i) {
+      scale[i] = x_scale * static_cast<double>(w_scale[first + i]);
+      offset[i] = static_cast<std::int32_t>(static_cast<std::uint32_t>(sums[first + i]) * static_cast<std::uint32_t>(zero));
     }
+    for (i64 i = 0; i < count; ++i) bias[i] = bias_of ? static_cast<double>(bias_of[first + i]) : -0.0;  // x + -0.0 is x for every x
+    for (i64 i = count; i < round_up(count, kNarrow); ++i) scale[i] = 0, bias[i] = -0.0, offset[i] = 0;
   }
 };
 
@@ -44,11 +44,11 @@ inline bool ends_quickly(const After& a) {
   return residual && size_of(a.out_type) == 1 && (a.post == Post::none || a.post == Post::relu || a.post == Post::clamp);
 }
 
-// The largest magnitude of a panel's numbers; NaN if one of them is, because its bits compare above all others.
-inline float largest(const float (&x)[kPanel]) {
+// The largest magnitude of the first `count` numbers; NaN if one of them is, because its bits compare above all others.
+inline float largest(const float (&x)[kPanel], i64 count) {
   std::int32_t bits[kPanel], most = 0;
   __builtin_memcpy(bits, x, sizeof bits);
-  for (std::int32_t b : bits) most = (b & 0x7FFFFFFF) > most ? b & 0x7FFFFFFF : most;
+  for (i64 i = 0; i < count; ++i) most = (bits[i] & 0x7FFFFFFF) > most ? bits[i] & 0x7FFFFFFF : most;
   float found;
   __builtin_memcpy(&found, &most, sizeof found);
   return found;
@@ -69,20 +69,21 @@ struct Levels {
   bool usable = false;    // else only the exact path is correct
 
   // `k`: the number of products in a sum.
-  void of(const Columns& c, const After& a, i64 k) {
+  void of(const Columns& c, const After& a, i64 count, i64 k) {
+    const i64 width = round_up(count, kNarrow);
     flip = a.out_type == Type::s8 ? 128 : 0;
     const double inverse = static_cast<double>(a.inverse), rest = inverse * static_cast<double>(a.residual_scale);
     const double shift = a.zero + flip - (a.residual ? rest * a.residual_zero : 0.0);
-    alignas(64) float bias[kPanel];
-    for (i64 i = 0; i < kPanel; ++i)
+    alignas(64) float bias[kPanel] = {};
+    for (i64 i = 0; i < width; ++i)
       scale[i] = static_cast<float>(c.scale[i] * inverse), bias[i] = static_cast<float>(c.bias[i] * inverse + shift);
     residual_scale = a.residual ? static_cast<float>(rest) : 0.0f;
     limits(a);
-    const float steepest = largest(scale), most = largest(bias);
+    const float steepest = largest(scale, width), most = largest(bias, width);
     const float added = 256.0f * __builtin_fabsf(residual_scale);
     // Bounds all rounding errors of either path, for levels up to 257 (larger ones clamp alike) and their summands.
     const float error = kUnit * (2560.0f + 5.0f * most + 6.0f * added);
-    for (i64 i = 0; i < kPanel; ++i) below[i] = bias[i] - error, above[i] = bias[i] + error;
+    for (i64 i = 0; i < width; ++i) below[i] = bias[i] - error, above[i] = bias[i] + error;
     const float sum = 65025.0f * static_cast<float>(k);  // upper bound: both operands may have zero points
     const bool fits = (sum < 0x1p31f ? sum : 0x1p31f) * steepest + most + added < 0x1p30f;  // fits int32; false for NaN and Inf
     usable = fits && error < 0.125f && a.inverse > 0x1p-100f && a.inverse < 0x1p100f && a.clamp_low <= a.clamp_high;
@@ -187,10 +188,13 @@ void finish_columns(const After& a, const Columns& c, const Levels& l, i64 row, 
   auto to = static_cast<std::uint8_t*>(a.out) + row * a.out_stride + first + j;
   auto residual = ADDS ? static_cast<const std::uint8_t*>(a.residual) + row * a.residual_stride + first + j : nullptr;
   const auto left = static_cast<std::size_t>(count);
+  const bool whole = count == N * V::W;
   for (i64 r = 0; r < rows; ++r, to += a.out_stride, residual += ADDS ? a.residual_stride : 0) {
     bool done;
-    if (count == 4 * V::W) {
+    if (N == 4 && whole) {
       done = end.store(sums + r * kPanel + j, residual, to);
+    } else if (whole) {
+      done = end.store(sums + r * kPanel + j, residual, to, left);
     } else {  // nothing beside them may be touched
       alignas(64) std::uint8_t in[4 * V::W] = {};
       if (ADDS) __builtin_memcpy(in, residual, left);
@@ -221,7 +225,7 @@ template <class V, bool FLIPS> class Ends {
  public:
   Ends(const Gemm& gemm, i64 first_, i64 count_) : g(gemm), first(first_), count(count_) {
     columns_of_panel<FLIPS>(columns, g, first, count);
-    if (!g.per_row && ends_quickly(g.after)) levels.of(columns, g.after, g.k);
+    if (!g.per_row && ends_quickly(g.after)) levels.of(columns, g.after, count, g.k);
   }
   // Finish rows [row, row + rows); `sums` has rows of kPanel.
   void finish(i64 row, i64 rows, std::int32_t* sums) const {

@@ -6,9 +6,20 @@
 namespace fusewright::int8 {
 namespace {
 
-constexpr i64 kFewRows = 4;  // so few rows are memory-bound, and leave tiles mostly empty
 constexpr i64 kAhead = 8192;  // prefetch distance in the weights, in bytes
 constexpr i64 kBlockRows = 24;  // sums of a block: 6 KiB, which stays in the L1 cache
+
+// The weights from a column on, in its panel.
+struct Weights {
+  const std::int8_t* at;
+  i64 step;  // bytes from one quad of k to the next
+
+  Weights(const Gemm& g, i64 column) {
+    const i64 panel = column / kPanel;
+    at = g.weight + panel * panel_bytes(g.k) + kQuad * (column % kPanel);
+    step = kQuad * round_up(smaller(kPanel, g.n - panel * kPanel), kNarrow);
+  }
+};
 
 // MR rows of x by NV vectors of columns; sums go to `to`, in rows of kPanel. `step`: weight bytes from one quad of k to the next.
 template <class V, int MR, int NV, bool SIGNED>
@@ -81,30 +92,31 @@ void some_columns(i64 vectors, i64 rows, const std::uint8_t* x, i64 x_stride, co
   }
 }
 
-// Sums of `rows` rows by the columns of a panel `width` wide, written in rows of kPanel.
+// Sums of `rows` rows by `width` columns of a panel, written in rows of kPanel.
 template <class V>
-void sums_of_panel(const std::uint8_t* x, i64 x_stride, bool is_signed, i64 rows, const std::int8_t* w, i64 width, i64 k,
+void sums_of_panel(const std::uint8_t* x, i64 x_stride, bool is_signed, i64 rows, const std::int8_t* w, i64 step, i64 width, i64 k,
                    std::int32_t* to) {
   for (i64 c = 0; c < width; c += V::NV * V::W) {
     i64 vectors = smaller(V::NV, (width - c) / V::W);
     if (is_signed)
-      some_columns<V, V::NV, true>(vectors, rows, x, x_stride, w + 4 * c, 4 * width, k, to + c);
+      some_columns<V, V::NV, true>(vectors, rows, x, x_stride, w + 4 * c, step, k, to + c);
     else
-      some_columns<V, V::NV, false>(vectors, rows, x, x_stride, w + 4 * c, 4 * width, k, to + c);
+      some_columns<V, V::NV, false>(vectors, rows, x, x_stride, w + 4 * c, step, k, to + c);
   }
 }
 
-template <class V> void gemm(const Gemm& g, i64 row, i64 rows, i64 panel, i64 panels) {
+// Nothing is fetched ahead: the hardware does that as well for one panel after the other (docs/studies/int8-core.md).
+template <class V> void gemm(const Gemm& g, i64 row, i64 rows, i64 column, i64 columns, i64 = 0) {
   alignas(64) std::int32_t sums[kBlockRows * kPanel];
-  for (i64 p = panel; p < panel + panels; ++p) {
-    i64 first = p * kPanel, count = smaller(kPanel, g.n - first), width = round_up(count, kNarrow);
-    const Ends<V, true> ends(g, first, count);
-    const std::int8_t* w = g.weight + p * panel_bytes(g.k);
-    constexpr i64 most = V::MR[V::NV];
-    constexpr i64 step = kBlockRows / most * most;
+  constexpr i64 most = V::MR[V::NV];
+  constexpr i64 step = kBlockRows / most * most;
+  for (i64 c = column, end = column + columns, count; c < end; c += count) {
+    const Weights w(g, c);
+    count = smaller(kPanel - c % kPanel, end - c);
+    const Ends<V, true> ends(g, c, count);
     for (i64 r = row; r < row + rows; r += step) {
       i64 height = smaller(step, row + rows - r);
-      sums_of_panel<V>(g.x + r * g.x_stride, g.x_stride, g.x_signed, height, w, width, g.k, sums);
+      sums_of_panel<V>(g.x + r * g.x_stride, g.x_stride, g.x_signed, height, w.at, w.step, round_up(count, kNarrow), g.k, sums);
       ends.finish(r, height, sums);
     }
   }

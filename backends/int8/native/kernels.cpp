@@ -7,14 +7,16 @@
 #include "gemm.h"
 #include "rows.h"
 #include "weight.h"
+
+// The last number: CPUs with tiles have a second-level cache of 2 MiB.
 #ifdef FUSEWRIGHT_TILES
 #include FUSEWRIGHT_TILES
 #include "tiles.h"
 #define FUSEWRIGHT_GEMM tile_gemm<Vec, Tiles>
-#define FUSEWRIGHT_ROWS kTileRows
+#define FUSEWRIGHT_BLOCK kTileRows, kTileColumns, i64{1} << 19
 #else
 #define FUSEWRIGHT_GEMM gemm<Vec>
-#define FUSEWRIGHT_ROWS Vec::MR[Vec::NV]
+#define FUSEWRIGHT_BLOCK Vec::MR[Vec::NV], kPanel, i64{1} << 18
 #endif
 
 #define FUSEWRIGHT_TEXT_OF(x) #x
@@ -24,8 +26,8 @@ namespace fusewright::int8 {
 
 extern const Kernels FUSEWRIGHT_SET;
 const Kernels FUSEWRIGHT_SET = {
-    FUSEWRIGHT_TEXT(FUSEWRIGHT_SET), FUSEWRIGHT_ROWS, FUSEWRIGHT_GEMM,   weight_gemm<Vec>, depthwise<Vec>,
-    range<Vec>,                      quantize<Vec>,   quantize64<Vec>, split<Vec>,
+    FUSEWRIGHT_TEXT(FUSEWRIGHT_SET), FUSEWRIGHT_BLOCK, FUSEWRIGHT_GEMM, weight_gemm<Vec>, depthwise<Vec>,
+    range<Vec>,                      quantize<Vec>,    quantize64<Vec>, split<Vec>,
 };
 
 }  // namespace fusewright::int8

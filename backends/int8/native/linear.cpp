@@ -3,9 +3,9 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
-#include <vector>
 
 #include "drivers.h"
+#include "parts.h"
 #include "pool.h"
 
 namespace fusewright::int8 {
@@ -13,25 +13,8 @@ namespace fusewright::int8 {
 namespace {
 
 constexpr i64 kSerial = i64{1} << 19;      // 8-bit products that one thread computes in about the time a team takes to start
-constexpr i64 kCachedRows = i64{1} << 18;  // bytes of x that stay in the L2 cache while panels stream
+constexpr i64 kMany = 8;                   // so many parts of a thread divide evenly enough
 constexpr i64 kQuantized = i64{1} << 14;   // elements quantized as one part
-
-i64 parts_of(i64 n, i64 size) { return (n + size - 1) / size; }
-
-// Scratch memory of the calling thread, kept for its next call. Buffers in use at the same time have different `Slot`s.
-template <class T, int Slot> T* scratch(i64 count) {
-  static thread_local std::vector<T> kept;
-  if (static_cast<i64>(kept.size()) < count) kept.resize(static_cast<std::size_t>(count));
-  return kept.data();
-}
-
-// Rows of a part: as many as the cache holds, or fewer if there would be too few parts for the threads.
-i64 rows_of_part(const Kernels& kernels, const Gemm& g, i64 threads) {
-  i64 unit = kernels.rows, panels = panels_of(g.n);
-  i64 rows = std::max(unit * 4, kCachedRows / std::max<i64>(g.k, 1) / unit * unit);
-  while (rows > unit && panels * parts_of(g.m, rows) < 4 * threads) rows = std::max(unit, round_up(rows / 2, unit));
-  return rows;
-}
 
 float rounded_to(Type type, float x) {
   if (type != Type::bf16 || std::isnan(x)) return x;
@@ -124,12 +107,12 @@ int exponent_of(const Range& r) {
 
 void run_gemm(const Kernels& kernels, const Gemm& g, i64 threads) {
   if (g.m == 0 || g.n == 0) return;
-  i64 panels = panels_of(g.n);
-  if (g.m * g.n * g.k < kSerial) return kernels.gemm(g, 0, g.m, 0, panels);
-  i64 rows = rows_of_part(kernels, g, threads);
-  parallel(parts_of(g.m, rows) * panels, threads, [&](i64 part) {
-    i64 row = part / panels * rows;
-    kernels.gemm(g, row, std::min(rows, g.m - row), part % panels, 1);
+  if (g.m * g.n * g.k < kSerial) return kernels.gemm(g, 0, g.m, 0, g.n, 0);
+  const i64 least = g.m > kFewRows ? kernels.columns : kPanel, rows = rows_of_part(kernels, g.m, g.k, parts_of(g.n, least), threads);
+  const i64 columns = parts_of(g.m, rows) * panels_of(g.n) < kMany * threads ? least : kPanel, pieces = parts_of(g.n, columns);
+  parallel(parts_of(g.m, rows) * pieces, threads, [&](i64 part) {
+    const i64 row = part / pieces * rows, column = part % pieces * columns;
+    kernels.gemm(g, row, std::min(rows, g.m - row), column, std::min(columns, g.n - column), (part + 1) % pieces * columns);
   });
 }
 
@@ -151,7 +134,7 @@ void run_matmul(const Kernels& kernels, const Batched& b, i64 threads) {
     if (zero) g.row_terms = terms_of_rows(g, zero);
     g.after = b.after;
     g.after.out = static_cast<char*>(b.after.out) + part * out_size;
-    kernels.gemm(g, 0, g.m, 0, panels_of(g.n));
+    kernels.gemm(g, 0, g.m, 0, g.n, 0);
   });
 }
 

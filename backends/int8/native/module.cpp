@@ -173,7 +173,7 @@ PYBIND11_MODULE(_core, m, py::mod_gil_not_used()) {
   m.def("isas", names);
   m.def("isa", [] { return kernels().name; });
   m.def("use", use);
-  m.def("set_pool", [](Address gomp_parallel) { set_pool(gomp_parallel); });
+  m.def("set_pool", set_pool);
   m.def("packed_bytes", packed_bytes);
   m.def("depthwise_bytes", depthwise_bytes);
   m.def("linear", linear);

@@ -8,14 +8,15 @@
 
 namespace fusewright::int8 {
 
-// void GOMP_parallel(void (*)(void*), void*, unsigned threads, unsigned flags); 0 for none: then all work is serial.
-void set_pool(std::uintptr_t gomp_parallel);
+// void GOMP_parallel(void (*)(void*), void*, unsigned threads, unsigned flags) and int omp_get_thread_num(); 0 for none: then all
+// work is serial.
+void set_pool(std::uintptr_t gomp_parallel, std::uintptr_t omp_get_thread_num);
 
 using Part = void (*)(void* work, i64 part);
 void run_parts(Part part, void* work, i64 parts, i64 threads);
 
-// Call f(part) for each part, on up to `threads` threads. Threads take parts dynamically, so that a slow core does not delay the
-// others.
+// Call f(part) for each part, on up to `threads` threads. Each has a share of successive parts, so that what one layer leaves in a
+// core's cache is what the next reads there; when it is done it takes parts of others, so that a slow core does not delay them.
 template <class Fn> void parallel(i64 parts, i64 threads, Fn f) {
   run_parts([](void* work, i64 part) { (*static_cast<Fn*>(work))(part); }, &f, parts, threads);
 }

@@ -10,10 +10,8 @@ namespace fusewright::int8 {
 namespace {
 
 constexpr i64 kTile = 16;  // rows of a tile, and its columns of int32
-constexpr i64 kTileRows = 2 * kTile;
+constexpr i64 kTileRows = 2 * kTile, kTileColumns = 2 * kTile;
 constexpr i64 kTileK = 64;
-constexpr i64 kDeep = 448;  // depth of k per pass: 64 columns of weights and 32 rows of x of this length stay in the L1 cache
-constexpr i64 kHighRows = 4 * kTileRows;  // rows whose sums are kept between passes
 
 enum Tile : int { SUM00, SUM01, SUM10, SUM11, X0, X1, W0, W1 };
 
@@ -38,13 +36,30 @@ struct alignas(64) TileConfig {
 };
 static_assert(sizeof(TileConfig) == 64);
 
-// A part of a product: up to 32 `rows` of x by 32 columns, or 16 if WIDE is false.
+// A block: up to 32 `rows` of x by 32 columns, or 16.
 struct TileWork {
   const std::uint8_t* x;
-  i64 x_stride;
-  const std::int8_t* w;
-  i64 step;  // bytes from one quad of k to the next
-  i64 rows, k;
+  i64 x_stride, rows, k;
+  const std::int8_t *w, *rest;  // of all of k, and of its last k % 64 as `TileRest` has them
+  i64 step;                     // bytes from one quad of k to the next
+  bool past;                    // 64 bytes of x may be read where the last k % 64 begin
+  const std::int8_t* ahead;     // the weights that the thread needs next: lines [line, end_line) of each step of k are fetched
+  i64 line, end_line, shift;    // a quad of k has 2^shift lines
+};
+
+// The weights of the last k % 64, padded with zeros: the kernel must not read past their end. What it multiplies by zero does not count.
+class TileRest {
+ public:
+  static constexpr i64 STRIDE = kQuad * kPanel;
+
+  TileRest(const Weights& from, i64 k, i64 width) {
+    for (i64 q = k / kTileK * (kTileK / kQuad), to = 0; kQuad * q < k; ++q, ++to)
+      __builtin_memcpy(weights[to], from.at + q * from.step, static_cast<std::size_t>(kQuad * width));
+  }
+  const std::int8_t* at() const { return weights[0]; }
+
+ private:
+  alignas(64) std::int8_t weights[kTile][STRIDE] = {};
 };
 
 template <class T, bool SIGNED, bool TALL, bool WIDE>
@@ -63,31 +78,27 @@ void tile_step(const std::uint8_t* x, i64 x_stride, const std::int8_t* w, i64 w_
   }
 }
 
-// The last k % 64, copied because neither x nor the weights may be read past their ends.
 template <class T, bool SIGNED, bool TALL, bool WIDE> void tile_rest(const TileWork& t, i64 at) {
+  if (t.past) return tile_step<T, SIGNED, TALL, WIDE>(t.x + at, t.x_stride, t.rest, TileRest::STRIDE);
   alignas(64) std::uint8_t x[kTileRows][kTileK] = {};
-  alignas(64) std::int8_t w[kTile][128] = {};
   for (i64 r = 0; r < t.rows; ++r) __builtin_memcpy(x[r], t.x + r * t.x_stride + at, static_cast<std::size_t>(t.k - at));
-  for (i64 q = 0; 4 * q < t.k - at; ++q) __builtin_memcpy(w[q], t.w + (at / 4 + q) * t.step, WIDE ? 128 : 64);
-  tile_step<T, SIGNED, TALL, WIDE>(x[0], kTileK, w[0], 128);
+  tile_step<T, SIGNED, TALL, WIDE>(x[0], kTileK, t.rest, TileRest::STRIDE);
 }
 
-// Start sums at 0, or (ADDS) at those in `to`.
-template <class T, bool ADDS, int SUM> void tile_begin(const std::int32_t* to) {
-  if constexpr (ADDS)
-    T::template load<SUM>(to, 4 * kPanel);
-  else
-    T::template zero<SUM>();
-}
-
-template <class T, bool SIGNED, bool ADDS, bool TALL, bool WIDE> void tile_block(const TileWork& t, std::int32_t* to) {
-  tile_begin<T, ADDS, SUM00>(to);
-  if constexpr (WIDE) tile_begin<T, ADDS, SUM01>(to + kTile);
-  if constexpr (TALL) tile_begin<T, ADDS, SUM10>(to + kTile * kPanel);
-  if constexpr (TALL && WIDE) tile_begin<T, ADDS, SUM11>(to + kTile * kPanel + kTile);
+template <class T, bool SIGNED, bool TALL, bool WIDE> void tile_block(const TileWork& t, std::int32_t* to) {
+  T::template zero<SUM00>();
+  if constexpr (WIDE) T::template zero<SUM01>();
+  if constexpr (TALL) T::template zero<SUM10>();
+  if constexpr (TALL && WIDE) T::template zero<SUM11>();
   i64 at = 0;
-  for (; at + kTileK <= t.k; at += kTileK)
-    tile_step<T, SIGNED, TALL, WIDE>(t.x + at, t.x_stride, t.w + at / 4 * t.step, t.step);
+  for (; at + kTileK <= t.k; at += kTileK) {
+    const i64 quad = at / kQuad;
+    for (i64 l = t.line; l < t.end_line; ++l) {
+      const i64 of_quad = l >> t.shift;
+      __builtin_prefetch(t.ahead + (quad + of_quad) * t.step + 64 * (l - (of_quad << t.shift)), 0, 2);
+    }
+    tile_step<T, SIGNED, TALL, WIDE>(t.x + at, t.x_stride, t.w + quad * t.step, t.step);
+  }
   if (at < t.k) tile_rest<T, SIGNED, TALL, WIDE>(t, at);
   T::template store<SUM00>(to, 4 * kPanel);
   if constexpr (WIDE) T::template store<SUM01>(to + kTile, 4 * kPanel);
@@ -95,16 +106,9 @@ template <class T, bool SIGNED, bool ADDS, bool TALL, bool WIDE> void tile_block
   if constexpr (TALL && WIDE) T::template store<SUM11>(to + kTile * kPanel + kTile, 4 * kPanel);
 }
 
-template <class T, bool SIGNED, bool ADDS> void tile_panel(const TileWork& all, i64 width, std::int32_t* to) {
-  bool tall = all.rows > kTile;
-  for (i64 c = 0; c < width; c += 2 * kTile) {
-    TileWork t = all;
-    t.w += 4 * c;
-    bool wide = width - c >= 2 * kTile;
-    auto run = tall ? (wide ? tile_block<T, SIGNED, ADDS, true, true> : tile_block<T, SIGNED, ADDS, true, false>)
-                    : (wide ? tile_block<T, SIGNED, ADDS, false, true> : tile_block<T, SIGNED, ADDS, false, false>);
-    run(t, to + c);
-  }
+template <class T, bool SIGNED> auto tile_block_of(bool tall, bool wide) {
+  if (tall) return wide ? tile_block<T, SIGNED, true, true> : tile_block<T, SIGNED, true, false>;
+  return wide ? tile_block<T, SIGNED, false, true> : tile_block<T, SIGNED, false, false>;
 }
 
 // Configures the tiles when the height of a block changes.
@@ -122,35 +126,30 @@ template <class T> class TileRows {
   i64 configured = 0;
 };
 
-// Sums of rows [row, row + rows) by a panel at `w`, `width` wide. Each part of k covers all rows before the next part, so that its
-// weights stay in the L1 cache.
-template <class T> void tile_sums(const Gemm& g, TileRows<T>& sizes, i64 row, i64 rows, const std::int8_t* w, i64 width, std::int32_t* to) {
-  const i64 parts = (g.k + kDeep - 1) / kDeep, deep = parts > 1 ? round_up((g.k + parts - 1) / parts, kTileK) : kDeep;
-  i64 at = 0;
-  do {
-    for (i64 r = 0; r < rows; r += kTileRows) {
-      i64 height = smaller(kTileRows, rows - r);
-      sizes.of(height);
-      TileWork t{g.x + (row + r) * g.x_stride + at, g.x_stride, w + at * width, 4 * width, height, smaller(deep, g.k - at)};
-      auto run = at ? (g.x_signed ? tile_panel<T, true, true> : tile_panel<T, false, true>)
-                    : (g.x_signed ? tile_panel<T, true, false> : tile_panel<T, false, false>);
-      run(t, width, to + r * kPanel);
-    }
-    at += deep;
-  } while (at < g.k);
-}
-
-template <class V, class T> void tile_gemm(const Gemm& g, i64 row, i64 rows, i64 panel, i64 panels) {
-  if (rows <= kFewRows) return gemm<V>(g, row, rows, panel, panels);
-  alignas(64) std::int32_t sums[kHighRows * kPanel];
-  const i64 step = g.k > kDeep ? kHighRows : kTileRows;
+template <class V, class T> void tile_gemm(const Gemm& g, i64 row, i64 rows, i64 column, i64 columns, i64 next) {
+  if (rows <= kFewRows) return gemm<V>(g, row, rows, column, columns);
+  alignas(64) std::int32_t sums[kTileRows * kPanel];
   TileRows<T> sizes;
-  for (i64 p = panel; p < panel + panels; ++p) {
-    i64 first = p * kPanel, count = smaller(kPanel, g.n - first), width = round_up(count, kNarrow);
-    const Ends<V, false> ends(g, first, count);
-    for (i64 r = row; r < row + rows; r += step) {
-      i64 height = smaller(step, row + rows - r);
-      tile_sums(g, sizes, r, height, g.weight + p * panel_bytes(g.k), width, sums);
+  const i64 blocks = (rows + kTileRows - 1) / kTileRows;
+  const i64 readable = (g.m - 1) * g.x_stride + g.k;  // bytes of x
+  for (i64 c = column, end = column + columns, count; c < end; c += count) {
+    const Weights w(g, c);
+    count = smaller(kPanel - c % kPanel, end - c);
+    const TileRest rest(w, g.k, round_up(count, kNarrow));
+    const Ends<V, false> ends(g, c, count);
+    const std::int8_t* ahead = Weights(g, c + count < end ? c + count : next).at;
+    const i64 shift = count > kTileColumns ? 2 : 1, step_lines = kTile << shift, products = blocks * (shift == 2 ? 2 : 1);
+    const i64 lines = (step_lines + products - 1) / products;
+    for (i64 r = row, line = 0; r < row + rows; r += kTileRows) {
+      const i64 height = smaller(kTileRows, row + rows - r);
+      const bool past = (r + height - 1) * g.x_stride + round_up(g.k, kTileK) <= readable;
+      sizes.of(height);
+      for (i64 j = 0; j < count; j += kTileColumns, line += lines) {
+        const bool tall = height > kTile, wide = count - j > kTile;
+        auto run = g.x_signed ? tile_block_of<T, true>(tall, wide) : tile_block_of<T, false>(tall, wide);
+        run({g.x + r * g.x_stride, g.x_stride, height, g.k, w.at + kQuad * j, rest.at() + kQuad * j, w.step, past, ahead, line,
+             smaller(line + lines, step_lines), shift}, sums + j);
+      }
       ends.finish(r, height, sums);
     }
   }

@@ -19,6 +19,8 @@ constexpr i64 kNarrow = 16;
 constexpr i64 kQuad = 4;
 constexpr i64 kMostK = 65536;  // 65536 * 255 * 128 < 2^31
 
+constexpr i64 kFewRows = 4;  // so few rows are memory-bound, and leave tiles mostly empty
+
 constexpr i64 round_up(i64 n, i64 to) { return (n + to - 1) / to * to; }
 constexpr i64 panels_of(i64 n) { return (n + kPanel - 1) / kPanel; }
 constexpr i64 panel_bytes(i64 k) { return kPanel * round_up(k, kQuad); }
@@ -138,8 +140,10 @@ struct Range {
 // The kernels of one instruction set. Each does part of the work on the calling thread.
 struct Kernels {
   const char* name;
-  i64 rows;  // rows of x that a product takes at a time
-  void (*gemm)(const Gemm&, i64 row, i64 rows, i64 panel, i64 panels);
+  i64 rows, columns;  // of a product's block
+  i64 cached;         // bytes of x that stay in the second-level cache while weights stream
+  // `column` is a multiple of `columns`. The weights of the columns from `next` on are what the thread needs next.
+  void (*gemm)(const Gemm&, i64 row, i64 rows, i64 column, i64 columns, i64 next);
   void (*weight_gemm)(const WeightGemm&, i64 panel, i64 panels);
   void (*depthwise)(const Conv&, i64 pixel, i64 pixels, std::uint8_t* strip);  // `strip_bytes` of scratch
   Range (*range)(const void* x, Type type, i64 count);

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import math
+import mmap
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -111,7 +115,7 @@ def test_linear_is_the_reference(sizes: tuple[int, int, int], seed: int, dtype: 
 @settings(max_examples=6, deadline=None)
 @given(st.integers(30, 200), st.integers(1, 80), st.integers(449, 1200), SEEDS, BYTES)
 def test_a_deep_product_is_the_reference(m: int, n: int, k: int, seed: int, dtype: torch.dtype) -> None:
-    """Depth and height exceed what the tiles take at a time, so sums are spilled in between."""
+    """Several blocks of rows, and many steps of k with a rest."""
     g = torch.Generator().manual_seed(seed)
     x, w = some_bytes(g, (m, k), dtype), some_bytes(g, (n, k), torch.int8)
     w_scale, bias = factors(g, n)
@@ -120,19 +124,62 @@ def test_a_deep_product_is_the_reference(m: int, n: int, k: int, seed: int, dtyp
     same(own, reference.linear(x, w, w_scale, bias, 0.011, zero, Epilogue(**after)))
 
 
-@pytest.mark.parametrize("threads", [1, 3, 8])
-def test_a_convolution_is_the_reference_however_it_is_divided(threads: int) -> None:
-    g, before = torch.Generator().manual_seed(threads), torch.get_num_threads()
-    x = some_bytes(g, (2, 64, 12, 12), torch.uint8).contiguous(memory_format=torch.channels_last)
-    w, after = some_bytes(g, (40, 64, 3, 3), torch.int8), some_epilogue(g, (2, 40, 12, 12), 12.0)
-    w_scale, bias = factors(g, 40)
-    geometry = (1, 1), (1, 1), (1, 1), 1
-    torch.set_num_threads(threads)
+@contextlib.contextmanager
+def on_threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
     try:
-        own = native.conv2d(x, native.pack_conv2d(w), (3, 3), w_scale, bias, 0.011, 7, *geometry, **after)
+        yield
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("threads", [1, 3, 8])
+@pytest.mark.parametrize(("n", "groups"), [(40, 1), (200, 1), (24, 2)])
+def test_a_convolution_is_the_reference_however_it_is_divided(threads: int, n: int, groups: int) -> None:
+    """Of several panels, threads gather pixels once for successive ones."""
+    g = torch.Generator().manual_seed(threads + n)
+    x = some_bytes(g, (2, 64, 12, 12), torch.uint8).contiguous(memory_format=torch.channels_last)
+    w, after = some_bytes(g, (n, 64 // groups, 3, 3), torch.int8), some_epilogue(g, (2, n, 12, 12), 12.0)
+    w_scale, bias = factors(g, n)
+    geometry = (1, 1), (1, 1), (1, 1), groups
+    with on_threads(threads):
+        own = native.conv2d(x, native.pack_conv2d(w, groups), (3, 3), w_scale, bias, 0.011, 7, *geometry, **after)
     same(own, reference.conv2d(x, w, w_scale, bias, 0.011, 7, *geometry, Epilogue(**after)))
+
+
+@pytest.mark.parametrize("threads", [1, 3, 8])
+@pytest.mark.parametrize(("m", "k", "n"), [(33, 100, 520), (300, 72, 90), (1030, 64, 40)])
+def test_a_product_is_the_reference_however_it_is_divided(threads: int, m: int, k: int, n: int) -> None:
+    g = torch.Generator().manual_seed(threads + m)
+    x, w = some_bytes(g, (m, k), torch.uint8), some_bytes(g, (n, k), torch.int8)
+    w_scale, bias = factors(g, n)
+    after = some_epilogue(g, (m, n), 0.5 * k**0.5)
+    with on_threads(threads):
+        own = native.linear(x, native.pack_linear(w), w_scale, bias, 0.011, 9, **after)
+    same(own, reference.linear(x, w, w_scale, bias, 0.011, 9, Epilogue(**after)))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="protects a page as Linux does")
+@pytest.mark.parametrize("k", [64, 70, 133])
+def test_nothing_is_read_past_the_end_of_an_input(k: int) -> None:
+    """The input ends where a page begins that may not be read."""
+    g, m, n = torch.Generator().manual_seed(k), 37, 48
+    protect, none, both = ctypes.CDLL(None, use_errno=True).mprotect, 0, 3
+    with mmap.mmap(-1, 4 * mmap.PAGESIZE) as room:
+        size = len(room) - mmap.PAGESIZE
+        x = torch.frombuffer(room, dtype=torch.uint8)[size - m * k : size].view(m, k)
+        x.copy_(some_bytes(g, (m, k), torch.uint8))
+        last = ctypes.c_void_p(x.data_ptr() + m * k)
+        w, w_scale = some_bytes(g, (n, k), torch.int8), factors(g, n)[0]
+        packed, wanted = native.pack_linear(w), reference.linear(x, w, w_scale, None, 0.1, 7)
+        assert protect(last, mmap.PAGESIZE, none) == 0
+        try:
+            own = native.linear(x, packed, w_scale, None, 0.1, 7)
+        finally:
+            assert protect(last, mmap.PAGESIZE, both) == 0
+        same(own, wanted)
+        del x
 
 
 @check
@@ -344,19 +391,11 @@ def test_neither_inputs_nor_neighbours_of_a_result_are_touched() -> None:
 def test_results_do_not_depend_on_the_number_of_threads() -> None:
     g = torch.Generator().manual_seed(5)
     x, w = torch.randn(90, 257, generator=g), some_bytes(g, (300, 257), torch.int8)
-    packed, scale, threads = native.pack_linear(w), torch.rand(300, generator=g), torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        one = (
-            [native.dynamic_linear(x, packed, scale, None, r) for r in RULES],
-            native.weight_linear(x, packed, scale, None),
-        )
-        torch.set_num_threads(3)
-        three = (
-            [native.dynamic_linear(x, packed, scale, None, r) for r in RULES],
-            native.weight_linear(x, packed, scale, None),
-        )
-    finally:
-        torch.set_num_threads(threads)
-    for a, b in zip([*one[0], one[1]], [*three[0], three[1]], strict=True):
+    packed, scale = native.pack_linear(w), torch.rand(300, generator=g)
+    results = []
+    for threads in (1, 3):
+        with on_threads(threads):
+            dynamic = [native.dynamic_linear(x, packed, scale, None, r) for r in RULES]
+            results.append([*dynamic, native.weight_linear(x, packed, scale, None)])
+    for a, b in zip(*results, strict=True):
         same(a, b)

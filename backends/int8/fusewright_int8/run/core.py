@@ -10,7 +10,7 @@ from typing import Any
 
 from fusewright import machine
 from fusewright.errors import BackendUnavailableError, OptionError, nearest
-from fusewright_cpu.openmp import PARALLEL
+from fusewright_cpu.openmp import PARALLEL, THREAD
 from fusewright_cpu.run.pool import pool_symbols
 
 ISA_VARIABLE = "FUSEWRIGHT_INT8_ISA"
@@ -51,7 +51,8 @@ def _load() -> tuple[ModuleType | None, str | None]:
         )
     except ImportError as e:
         return None, f"its extension does not load ({e}); {_REMEDY}"
-    module.set_pool(pool_symbols().get(PARALLEL, 0))
+    pool = pool_symbols()
+    module.set_pool(pool.get(PARALLEL, 0), pool.get(THREAD, 0))
     _use(module, os.environ.get(ISA_VARIABLE), ISA_VARIABLE)
     return module, None
 
