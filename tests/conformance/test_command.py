@@ -17,7 +17,7 @@ from fusewright.cli.conformance import conformance
 from fusewright.conformance.jobs import levels, run
 from fusewright.conformance.ops import entries, opinfo
 from fusewright.conformance.settings import Settings
-from fusewright.conformance.verdicts import Check, Verdict, summary
+from fusewright.conformance.verdicts import Check, Figure, Verdict, summary
 from fusewright.errors import UnknownBackendError
 from fusewright.interface import Unavailable
 
@@ -36,6 +36,14 @@ def test_the_two_figures_are_kept_apart() -> None:
     figures = summary(found)
     assert (str(figures.correct), str(figures.lowered), figures.ok) == ("3 of 5", "1 of 3", False)
     assert summary(found[:3]).ok
+
+
+def test_models_are_counted_by_their_ops_too() -> None:
+    """With one op left to eager a model is a fallback, so that ten models of which most is lowered would show as 0 of 10."""
+    found = [Check("C4", "a", Verdict.FALLBACK_OK, ops=Figure(9, 10)), Check("C4", "b", Verdict.LOWERED_OK, ops=Figure(3, 3))]
+    figures = summary(Check.from_json(json.loads(json.dumps(c.as_json()))) for c in found)
+    assert (str(figures.lowered), str(figures.ops)) == ("1 of 2", "12 of 13")
+    assert summary([Check("C2", "c", Verdict.LOWERED_OK)]).ops.total == 0
 
 
 def test_a_backend_passes_a_sample_of_every_level(tmp_path: Path) -> None:

@@ -25,6 +25,10 @@ def _at_most(limit: int) -> Callable[[Any], Any]:
     return lambda old: min(old, limit)
 
 
+def _small_image(old: Any) -> Any:
+    return IMAGE if isinstance(old, int) else type(old)([IMAGE] * len(old))
+
+
 def _rules(table: Mapping[str, Callable[[Any], Any]]) -> tuple[Rule, ...]:
     return tuple((re.compile(pattern), value) for pattern, value in table.items())
 
@@ -54,7 +58,7 @@ RULES: tuple[Rule, ...] = _rules(
         r"(.*_)?hidden_(size|dim)|d_model|n_embd|dim|.*embed_dim|.*embedding_size|.*embedding_dim|.*width|d_embed|.*_hidden_size": (
             _at_most(WIDTH)
         ),
-        r"image_size": lambda old: IMAGE if isinstance(old, int) else type(old)([IMAGE] * len(old)),
+        r"image_size": _small_image,
         r"num_queries|num_query_tokens|two_stage_num_proposals|num_object_queries": _at_most(8),
         r"num_frames|num_mel_bins": _at_most(16),
     }
@@ -80,13 +84,14 @@ GEOMETRIES: tuple[tuple[str, Mapping[str, Any]], ...] = (
     ("small", {}),
     ("small, positions in sections", {"rope_parameters": _in_sections}),
     ("small, as many heads for keys as for queries", {"num_key_value_heads": HEADS}),
+    ("shallow, small images", {"image_size": _small_image}),
     ("shallow", {}),
 )
 """Geometries in the order in which they are tried: a name, and values that override the rules or are computed from the default."""
 
 
 def small(config: type, geometry: str = "small") -> Any:
-    """Make an instance of a configuration class in one of `GEOMETRIES`; "shallow" reduces only depth and vocabulary.
+    """Make an instance of a configuration class in one of `GEOMETRIES`; those called shallow reduce only depth and vocabulary.
 
     Raises the class's errors for values that do not fit together.
     """
@@ -121,7 +126,7 @@ def _small_value(name: str, value: Any, geometry: str, depth: int | None) -> Any
         return small(type(value), geometry).to_dict()
     if isinstance(value, list) and value and len(value) == depth:
         return _of_each_kind(value)
-    if isinstance(value, bool) or (geometry == "shallow" and not re.search("layers?|vocab|depth|token", name)):
+    if isinstance(value, bool) or (geometry.startswith("shallow") and not re.search("layers?|vocab|depth|token", name)):
         return value
     if isinstance(value, list) and value and all(isinstance(x, int) for x in value):
         return _matched(LISTS, name, value)

@@ -168,7 +168,8 @@ def _tell(one: Record, device: Device | Unavailable | None = None, seconds: floa
         simulated = " (simulated)" if one.simulated else ""
         console.print(f"{one.backend} on {one.device}{simulated}, torch {', '.join(one.torch)}")
     skipped = sum(c.verdict is Verdict.SKIPPED for c in one.checks)
-    console.print(f"[bold]correct {figures.correct}[/bold], [bold]lowered {figures.lowered}[/bold]")
+    ops = f", ops of models lowered {figures.ops}" if figures.ops.total else ""
+    console.print(f"[bold]correct {figures.correct}[/bold], [bold]lowered {figures.lowered}[/bold]{ops}")
     console.print(f"{skipped} skipped" + ("" if seconds is None else f", {seconds:.0f} s"))
 
 

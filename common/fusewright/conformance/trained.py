@@ -14,7 +14,7 @@ from fusewright.accuracy import compare
 from fusewright.conformance import models
 from fusewright.conformance.ops.opset import lowered
 from fusewright.conformance.settings import Settings, compiler
-from fusewright.conformance.verdicts import Check, Verdict
+from fusewright.conformance.verdicts import Check, Figure, Verdict
 from fusewright.interface import HOST
 
 LEVEL = "C4"
@@ -51,14 +51,14 @@ def _training(model: models.Model, fn: Any) -> list[Tensor]:
     return [*models.train_step(model, fn), *(b.clone() for b in model.module.buffers() if b.is_floating_point())]
 
 
-def _judged(name: str, dtype: str, settings: Settings, run: Any) -> tuple[Verdict, str]:
+def _judged(name: str, dtype: str, settings: Settings, run: Any) -> tuple[Verdict, str, Figure | None]:
     torch.compiler.reset()
     backend = compiler(settings.make(), settings.options())
     wide, eager, ours = (_built(name, dtype, settings) for _ in range(3))
     with report.recording() as reports:
         got = run(ours, torch.compile(ours.module, backend=backend))
     if bugs := [b for r in reports for b in r.bugs]:
-        return Verdict.ERROR, "; ".join(bugs)[:300]
+        return Verdict.ERROR, "; ".join(bugs)[:300], None
     of_eager = _pair(run, wide, eager)
     accuracy = compare(*of_eager, _home(got), DTYPES[dtype])
     if not accuracy.passed:
@@ -66,7 +66,7 @@ def _judged(name: str, dtype: str, settings: Settings, run: Any) -> tuple[Verdic
             _pair(run, *(_nudged(_built(name, dtype, settings), seed) for _ in range(2))) for seed in range(NEIGHBOURS)
         ]
         accuracy = compare(*of_eager, _home(got), DTYPES[dtype], near)
-    return _verdict(reports) if accuracy.passed else (Verdict.WRONG, accuracy.reason)
+    return _verdict(reports) if accuracy.passed else (Verdict.WRONG, accuracy.reason, None)
 
 
 def _pair(run: Any, wide: models.Model, eager: models.Model) -> tuple[list[Tensor], list[Tensor]]:
@@ -101,14 +101,15 @@ def _home(xs: Sequence[Tensor]) -> list[Tensor]:
     return [x.to(HOST) for x in xs]
 
 
-def _verdict(reports: Sequence[report.GraphReport]) -> tuple[Verdict, str]:
+def _verdict(reports: Sequence[report.GraphReport]) -> tuple[Verdict, str, Figure | None]:
     """Lowered if all graphs are; else the share of lowered ops."""
     if not reports:
-        return Verdict.ERROR, "no graph came to the backend"
+        return Verdict.ERROR, "no graph came to the backend", None
     found = [lowered(r)[0] for r in reports]
-    if Verdict.DECLINED_LATE in found:
-        return Verdict.DECLINED_LATE, next(d for v, d in map(lowered, reports) if v is Verdict.DECLINED_LATE)
-    if all(v is Verdict.LOWERED_OK for v in found):
-        return Verdict.LOWERED_OK, ""
     taken, others = (sum(r.count(w) for r in reports for w in ws) for ws in (("lowered",), ("carried", "eager")))
-    return Verdict.FALLBACK_OK, f"{taken} of {taken + others} ops lowered"
+    ops = Figure(taken, taken + others)
+    if Verdict.DECLINED_LATE in found:
+        return Verdict.DECLINED_LATE, next(d for v, d in map(lowered, reports) if v is Verdict.DECLINED_LATE), ops
+    if all(v is Verdict.LOWERED_OK for v in found):
+        return Verdict.LOWERED_OK, "", ops
+    return Verdict.FALLBACK_OK, f"{ops} ops lowered", ops

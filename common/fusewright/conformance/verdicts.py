@@ -38,23 +38,6 @@ COMPUTED = frozenset((Verdict.LOWERED_OK, Verdict.FALLBACK_OK, Verdict.DECLINED_
 
 
 @dataclass(frozen=True)
-class Check:
-    """One check: the level, a unique name within it, and the verdict. `detail` says why, unless it is a plain yes."""
-
-    level: str
-    name: str
-    verdict: Verdict
-    detail: str = ""
-
-    @classmethod
-    def from_json(cls, found: Mapping[str, Any]) -> Check:
-        return cls(**{**found, "verdict": Verdict(found["verdict"])})
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-@dataclass(frozen=True)
 class Figure:
     """x of y."""
 
@@ -66,11 +49,33 @@ class Figure:
 
 
 @dataclass(frozen=True)
+class Check:
+    """One check: the level, a unique name within it, and the verdict. `detail` says why, unless it is a plain yes."""
+
+    level: str
+    name: str
+    verdict: Verdict
+    detail: str = ""
+    ops: Figure | None = None
+    """Of a model: how many of its ops the backend computed. One op left to eager makes the whole model a fallback."""
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> Check:
+        ops = found.get("ops")
+        return cls(**{**found, "verdict": Verdict(found["verdict"]), "ops": ops and Figure(**ops)})
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
 class Summary:
-    """The two headline figures, which are never added, and the verdicts by level."""
+    """The headline figures, which are never added, and the verdicts by level."""
 
     correct: Figure
     lowered: Figure
+    ops: Figure
+    """Lowered ops of the models of C4."""
     verdicts: Mapping[str, Mapping[str, int]]
 
     @property
@@ -78,7 +83,8 @@ class Summary:
         return self.correct.of == self.correct.total
 
     def as_json(self) -> dict[str, Any]:
-        return {"correct": asdict(self.correct), "lowered": asdict(self.lowered), "verdicts": self.verdicts}
+        figures = {"correct": self.correct, "lowered": self.lowered, "ops": self.ops}
+        return {**{k: asdict(v) for k, v in figures.items()}, "verdicts": self.verdicts}
 
 
 LOWERING = ("C2", "C4")
@@ -90,11 +96,13 @@ def summary(checks: Iterable[Check]) -> Summary:
     found = list(checks)
     judged = [c for c in found if c.verdict is not Verdict.SKIPPED]
     computed = [c for c in found if c.level in LOWERING and c.verdict in COMPUTED]
+    ops = [c.ops for c in found if c.ops is not None]
     by_level: dict[str, Counter[str]] = {}
     for c in found:
         by_level.setdefault(c.level, Counter())[c.verdict.value] += 1
     return Summary(
         Figure(sum(not c.verdict.bad for c in judged), len(judged)),
         Figure(sum(c.verdict is Verdict.LOWERED_OK for c in computed), len(computed)),
+        Figure(sum(o.of for o in ops), sum(o.total for o in ops)),
         {level: dict(sorted(counts.items())) for level, counts in sorted(by_level.items())},
     )
