@@ -11,6 +11,7 @@ import enum
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar, Literal, Protocol, TypeAlias
 
 import torch
@@ -185,7 +186,11 @@ class OpView:
 
     def inputs(self) -> Iterator[Value]:
         """Every value among the arguments, in order, repeats included."""
-        yield from _values(self.args)
+        return iter(self._inputs)
+
+    @cached_property
+    def _inputs(self) -> tuple[Value, ...]:
+        return tuple(_values(self.args))
 
     @property
     def out(self) -> Value:

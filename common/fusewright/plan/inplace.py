@@ -30,7 +30,7 @@ def updated_in_place(plan: Plan) -> Plan:
 
     Inputs of a graph share no memory if one of them is written: AOTAutograd ensures it.
     """
-    roots = roots_of(plan.instructions)
+    roots, uses = roots_of(plan.instructions), _Uses()
     seen = {root for r in plan.outputs if isinstance(r, Ref) for root in roots.get(r.id, {r.id})}
     given = {i for i in plan.inputs if i in plan.specs and not plan.specs[i].const} - seen
     found = plan.instructions
@@ -38,9 +38,30 @@ def updated_in_place(plan: Plan) -> Plan:
         pair = _copied(c)
         if pair is None or pair[0] not in given or pair[1] in seen or not _alike(plan.specs, *pair):
             continue
-        if _touched(found, roots, *pair) == 1:
-            found = _scattered(found, c, *pair, plan.kernels) or _computed(found, c, *pair) or found
+        if _touched(found, roots, uses, *pair) == 1:
+            found = _scattered(found, c, *pair, plan.kernels, uses) or _computed(found, c, *pair, uses) or found
     return plan if found is plan.instructions else replace(plan, instructions=found)
+
+
+class _Uses:
+    """What each instruction reads and which arguments it writes, found once: a training step has hundreds of copies, and each looks
+    at all instructions."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[Instruction, frozenset[int], frozenset[int]]] = {}
+
+    def _of(self, i: Instruction) -> tuple[Instruction, frozenset[int], frozenset[int]]:
+        if id(i) not in self._found:  # an id is unique while its object lives
+            written = frozenset(written_by(i)) if isinstance(i, Call) else frozenset()
+            self._found[id(i)] = i, frozenset(reads(i)), written
+        return self._found[id(i)]
+
+    def reads(self, i: Instruction) -> frozenset[int]:
+        return self._of(i)[1]
+
+    def writes(self, i: Instruction) -> frozenset[int]:
+        """Arguments that a call writes; a launch has `updates`."""
+        return self._of(i)[2]
 
 
 def without_spare_copies(plan: Plan) -> Plan:
@@ -129,21 +150,19 @@ def _alike(specs: Mapping[int, TensorSpec], x: int, new: int) -> bool:
     return True
 
 
-def _touched(instructions: Sequence[Instruction], roots: Mapping[int, set[int]], x: int, new: int) -> int:
+def _touched(instructions: Sequence[Instruction], roots: Mapping[int, set[int]], uses: _Uses, x: int, new: int) -> int:
     """Count the instructions that write `x` or `new`, or are calls that read `x` (and might make a view of it)."""
     count = 0
     for i in instructions:
         if isinstance(i, Launch):
             count += any(i.inputs[k].id in (x, new) for _, k in i.updates)
-        elif x in reads(i):
-            count += 1
-        elif isinstance(i, Call):
-            count += any(new in roots.get(r, {r}) for r in written_by(i))
+        else:
+            count += x in uses.reads(i) or any(new in roots.get(r, {r}) for r in uses.writes(i))
     return count
 
 
 def _scattered(
-    instructions: list[Instruction], copy: Instruction, x: int, new: int, kernels: Mapping[str, Any]
+    instructions: list[Instruction], copy: Instruction, x: int, new: int, kernels: Mapping[str, Any], uses: _Uses
 ) -> list[Instruction] | None:
     """If a scatter starts from a copy of `x`, make it start from `x` and drop the copy."""
     update = next((i for i in instructions if isinstance(i, Launch) and new in i.outs), None)
@@ -157,10 +176,10 @@ def _scattered(
     start = next((i for i in instructions if begun in i.outs), None)
     if not isinstance(start, Launch) or start.outs != (begun,) or start.inputs != (Ref(x),):
         return None
-    if not copies(kernels[start.kernel]) or sum(begun in reads(i) for i in instructions) != 1:
+    if not copies(kernels[start.kernel]) or sum(begun in uses.reads(i) for i in instructions) != 1:
         return None
     at = instructions.index(update)
-    if any(x in reads(i) for i in instructions[at:] if i is not copy):
+    if any(x in uses.reads(i) for i in instructions[at:] if i is not copy):
         return None
     given = tuple(Ref(x) if k == position else r for k, r in enumerate(update.inputs))
     return [replace(update, inputs=given) if i is update else i for i in instructions if i is not start]
@@ -178,7 +197,9 @@ def copies(kernel: Any) -> bool:
     return plain and types[0] == types[1] and load.index == store.index
 
 
-def _computed(instructions: list[Instruction], copy: Instruction, x: int, new: int) -> list[Instruction] | None:
+def _computed(
+    instructions: list[Instruction], copy: Instruction, x: int, new: int, uses: _Uses
+) -> list[Instruction] | None:
     """If a kernel computes each element of `new` from the same element of `x`, make it overwrite `x`, after all other readers."""
     launch = next((i for i in instructions if isinstance(i, Launch) and new in i.outs), None)
     if launch is None or launch.inputs.count(Ref(x)) != 1:
@@ -187,7 +208,7 @@ def _computed(instructions: list[Instruction], copy: Instruction, x: int, new: i
     if pair not in launch.inplace or any(pair[0] == o or pair[1] == k for o, k in launch.updates):
         return None
     at = instructions.index(launch)
-    after = [k for k, i in enumerate(instructions) if k > at and i is not copy and x in reads(i)]
+    after = [k for k, i in enumerate(instructions) if k > at and i is not copy and x in uses.reads(i)]
     rest = tuple(p for p in launch.inplace if p[0] != pair[0] and p[1] != pair[1])
     changed = replace(launch, inplace=rest, updates=(*launch.updates, pair))
     if not after:

@@ -70,6 +70,20 @@ class Facts:
         return self.roots.get(value, {value})
 
     @cached_property
+    def readers(self) -> dict[int, list[int]]:
+        """Value -> the positions at which it, or a possible view of it, is read."""
+        found: dict[int, list[int]] = {}
+        for k, read in enumerate(self.read):
+            for value in {m for r in read for m in self.root(r)}:
+                found.setdefault(value, []).append(k)
+        return found
+
+    @cached_property
+    def wanted_memory(self) -> set[int]:
+        """The values whose memory a wanted value may share."""
+        return {m for w in self.wanted for m in self.root(w)}
+
+    @cached_property
     def last_read(self) -> dict[int, int]:
         """Value -> the last position at which it, or a possible view of it, is read; past the end if it is wanted."""
         last: dict[int, int] = {}
@@ -247,10 +261,10 @@ def _updates(f: Facts) -> Iterator[str]:
                 yield f"{_name(k, i)} writes over the constant %{x}"
             if sum(bool(f.root(a.id) & memory) for a in i.inputs) > 1:
                 yield f"{_name(k, i)} writes over %{x}, which it reads twice"
-            for later, j in enumerate(f.instructions[k + 1 :], k + 1):
-                if any(f.root(r) & memory for r in f.read[later]) and not _copies_back(j, x, out):
+            for later in sorted({n for m in memory for n in f.readers.get(m, ()) if n > k}):
+                if not _copies_back(j := f.instructions[later], x, out):
                     yield f"{_name(later, j)} reads %{x} after {_name(k, i)} wrote over it"
-            if any(f.root(w) & memory for w in f.wanted):
+            if f.wanted_memory & memory:
                 yield f"a result may be %{x}, which {_name(k, i)} writes over"
 
 
