@@ -52,6 +52,16 @@ def test_gradients_follow_eager() -> None:
         torch.testing.assert_close(g, w, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("spread", [0.02, 0.55])
+def test_a_batch_norm_in_training_errs_in_no_direction(spread: float) -> None:
+    """Adding eps to a variance that is rounded moves all channels the same way, by 1.8e-8; a scale's gradient in front adds it."""
+    torch.manual_seed(0)
+    norm, x = torch.nn.BatchNorm2d(2048).train(), spread * torch.randn(2, 2048, 7, 7)
+    exact = F.batch_norm(x.double(), None, None, training=True)
+    error = torch.compile(norm, backend="x86_onednn")(x) - exact
+    assert abs((error * exact).sum() / exact.square().sum()) < 6e-9
+
+
 def test_a_weight_changed_in_place_is_packed_again() -> None:
     m = torch.nn.Linear(64, 64).requires_grad_(False)
     compiled = torch.compile(m, backend="x86_onednn", options={"prepack": "always"})

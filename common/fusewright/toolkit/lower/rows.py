@@ -337,10 +337,20 @@ def _has_statistics(op: OpView) -> str | None:
     return None if ok else "no running statistics"
 
 
+def _inverse_deviation(r: RowContext, var: Val, eps: float) -> Val:
+    """1 / sqrt(var + eps). Rounding that sum moves all variances of a binade by the same fraction of a step, as eps is the same,
+    which adds up in the gradient of a scale in front, where all else cancels (eager's CPU kernel adds in fp64). So where var is
+    larger, 1 / sqrt(var) loses its share: with q = eps / var, 1 - 1 / sqrt(1 + q) = q / (1 + q + sqrt(1 + q))."""
+    whole, q = r.b.op("rsqrt", var), eps / var
+    share = q / (q + 1.0 + r.b.op("sqrt", q + 1.0))
+    return r.b.where(var > eps, whole - whole * share, r.b.op("rsqrt", var + eps))
+
+
 def _batch_norm_train(r: RowContext, op: OpView) -> tuple[Val, ...]:
     t = norm_type(op)
     x = r.x(op.arg("input"), t)
-    mean, var, rstd = moments(r, x, op.arg("eps"))
+    mean, var, _ = moments(r, x, op.arg("eps"))
+    rstd = _inverse_deviation(r, var, op.arg("eps"))
     names = ("weight", "bias", "running_mean", "running_var")
     w, b, old_mean, old_var = (None if op.arg(n) is None else r.per_row(op.arg(n), t) for n in names)
     assert old_mean is not None and old_var is not None
