@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ci.docs import models
+
 Record = dict[str, Any]
 Rows = Iterable[Sequence[object]]
 
@@ -35,7 +37,9 @@ def pages() -> dict[Path, str]:
     found = sorted(FOLDER.glob("*.json"), reverse=True)
     if unknown := sorted({_machine(p) for p in found} - set(MACHINES)):
         raise ValueError(f"no title in MACHINES for the records of {', '.join(unknown)}")
-    return {FOLDER / f"{m}.md": _page(m, [p for p in found if _machine(p) == m]) for m in MACHINES}
+    all_models = models.page([(p.name, _machine(p), json.loads(p.read_text(encoding="utf-8"))) for p in found], MACHINES)
+    of_machines = {FOLDER / f"{m}.md": _page(m, [p for p in found if _machine(p) == m]) for m in MACHINES}
+    return {FOLDER / "models.md": all_models, **of_machines}
 
 
 def newest(what: str, folder: Path = FOLDER) -> str:

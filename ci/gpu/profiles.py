@@ -44,8 +44,6 @@ from fusewright.interface import HOST
 ROOT = Path(__file__).resolve().parents[2]
 ALONE_SECONDS, RESERVED_SECONDS = 40.0, 10.0
 """The most time that one case may take to be timed and profiled, and what is kept for it before the end."""
-CORES = 4
-"""Cores of one process."""
 CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "FUSEWRIGHT_CACHE_DIR", "FUSEWRIGHT_STATE_DIR")
 KEPT = ('"inductor_output_code"', '"fusewright_plan"', '"fusewright_simplify"')
 """Entries of a compiler's trace that `--out` keeps."""
@@ -55,7 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = _arguments(argv)
     start, rows = time.time(), list[Row]()
     command = " ".join(["python -m ci.gpu.profiles", *(sys.argv[1:] if argv is None else argv)])
-    record = {"command": command, **report.environment(given.device)}
+    how = {} if given.device != HOST else {"dtype": given.dtype, "cores_of_a_case": given.cores}
+    record = {"command": command, **how, **report.environment(given.device)}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         jobs = _jobs(given, Path(folder), start + given.seconds)
         try:
@@ -80,6 +79,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("fp32", "bf16"), help="of inference; default: bf16, on a CPU fp32")
     parser.add_argument("--against", help="comma-separated, besides eager; default: inductor, with --dry aot_eager")
     parser.add_argument("--seconds", type=float, default=480, help="for everything; default: 480")
+    parser.add_argument("--cores", type=int, default=4, help="of each process, and threads on a CPU; default: 4")
     parser.add_argument("--at-once", type=int, default=8, help="cases in memory; default: 8")
     parser.add_argument("--no-profile", action="store_true", help="only times and distances, no kernels")
     parser.add_argument("--out", type=Path, help="a folder for texts, plans and code")
@@ -99,8 +99,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         check_device(given.device)
     except (FusewrightError, ValueError) as error:
         parser.error(str(error))
-    if bound:
-        parser.error(f"{', '.join(bound)}: needs an environment of its own, but contenders share a process here")
+    if bound and len(given.against) > 1:
+        parser.error(f"{', '.join(bound)}: sets the environment of the process, give no other contender with it")
     return given
 
 
@@ -127,8 +127,8 @@ def _jobs(given: argparse.Namespace, folder: Path, end: float) -> list[Job]:
 
 def _each(given: argparse.Namespace, jobs: Sequence[Job], end: float) -> Iterator[list[Row]]:
     """Yield the rows of each case. When the consumer stops, everything ends."""
-    on_host, alone = given.device == HOST, given.seconds if given.dry else ALONE_SECONDS
-    run = Run(end, trace=given.out is not None, alone_seconds=alone, on_host=on_host)
+    alone = given.seconds if given.dry else ALONE_SECONDS
+    run = Run(end, trace=given.out is not None, alone_seconds=alone, cores=given.cores)
     with ThreadPoolExecutor(given.at_once) as pool:
         try:
             yield from pool.map(run.case, range(len(jobs)), jobs)
@@ -139,8 +139,8 @@ def _each(given: argparse.Namespace, jobs: Sequence[Job], end: float) -> Iterato
 class Run:
     """Processes of cases, one of which runs alone while it is timed."""
 
-    def __init__(self, end: float, trace: bool, alone_seconds: float, on_host: bool = False) -> None:
-        self.end, self.trace, self.alone_seconds, self.on_host = end, trace, alone_seconds, on_host
+    def __init__(self, end: float, trace: bool, alone_seconds: float, cores: int = 4) -> None:
+        self.end, self.trace, self.alone_seconds, self.cores = end, trace, alone_seconds, cores
         self._turn = threading.Lock()
         self._running: set[subprocess.Popen[bytes]] = set()
 
@@ -166,9 +166,11 @@ class Run:
     def _start(self, number: int, job: Job) -> subprocess.Popen[bytes]:
         folder = Path(job.folder)
         cores = sorted(os.sched_getaffinity(0))
-        own = {cores[(CORES * number + k) % len(cores)] for k in range(CORES)}
+        own = {cores[(self.cores * number + k) % len(cores)] for k in range(self.cores)}
         env = {**os.environ, **{name: f"{folder}/{name}" for name in CACHES}, "TOKENIZERS_PARALLELISM": "false"}
-        if self.on_host:
+        for contender in job.contenders():
+            env.update(contender.env)
+        if job.device == HOST:
             env["OMP_NUM_THREADS"] = str(len(own))
         for name in CACHES:
             (folder / name).mkdir(mode=0o700)
