@@ -245,6 +245,25 @@ def test_scatter_runs_in_order_on_any_number_of_threads(how: str, dtype: str, fe
     assert torch.equal(got, wanted)
 
 
+@pytest.mark.parametrize("how", ["add", "mul"])
+@pytest.mark.parametrize("points", [(40,), (3, 50), (50, 3)])
+@pytest.mark.parametrize("known", [True, False])
+def test_each_point_accumulates_where_all_store_one_value_to_one_element(
+    how: str, points: tuple[int, ...], known: bool
+) -> None:
+    b = Builder("scatter", p=points)
+    idx, src, out = b.input("idx", "i64"), b.input("src", "f64"), b.inout("out", "f64")
+    place = Index(3) if known else b.indirect(b.bound(b.load(idx, Index()), 5))
+    b.store(out, place, b.load(src, Index()), how=how)
+    k = b.build()
+    where, data, wanted = torch.tensor([3]), torch.tensor([1.5], dtype=torch.float64), torch.ones(5, dtype=torch.float64)
+    got = wanted.clone()
+    interpret(k, [where, data, wanted])
+    compile_kernels([k]).launcher(k).checked([where, data, got])
+    assert wanted[3] > 50
+    torch.testing.assert_close(got, wanted)
+
+
 @pytest.mark.parametrize("shape", [(6, 40), (3, 5)])
 def test_masked_loads_pad_and_concatenate(shape: tuple[int, int]) -> None:
     rows, cols = shape

@@ -141,16 +141,21 @@ class Kernel:
         return {n.id: n for n in self.nodes()}
 
     def axes_of(self) -> dict[int, frozenset[int]]:
-        """Map each value to the axes it depends on. A reduction depends on no axis of R."""
+        """Map each value to the axes it depends on. A reduction depends on no axis of R, and an accumulating store on all axes of
+        its stage: it adds at each point, also where all of them store the same to one element."""
         out: dict[int, frozenset[int]] = {}
+        points = frozenset(range(len(self.p)))
         rows = frozenset(range(len(self.p), len(self.sizes)))
-        for n in self.nodes():
-            axes: frozenset[int] = frozenset().union(*(out[u] for u in n.uses()))
-            if n.index is not None:
-                axes |= n.index.axes()
-            if n.op == "scan":
-                axes |= rows
-            out[n.id] = axes - rows if n.op == "reduce" else axes
+        for stage in self.stages:
+            for n in stage.nodes:
+                axes: frozenset[int] = frozenset().union(*(out[u] for u in n.uses()))
+                if n.index is not None:
+                    axes |= n.index.axes()
+                if n.op == "scan":
+                    axes |= rows
+                if n.op == "store" and n.how:
+                    axes |= points if stage.over == "P" else points | rows
+                out[n.id] = axes - rows if n.op == "reduce" else axes
         return out
 
     def may_share(self, out: int, source: int) -> bool:
