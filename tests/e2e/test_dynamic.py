@@ -193,3 +193,13 @@ def test_a_divisor_that_guessed_sizes_make_zero() -> None:
 
     x = torch.randn(4, 300)
     torch.testing.assert_close(torch.compile(fn, backend=BACKEND, dynamic=True, options={"strict": True})(x), fn(x))
+
+
+def test_a_product_whose_summed_size_is_symbolic() -> None:
+    def fn(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.tensordot(x, y, dims=([-1], [1])) * 0.1
+
+    compiled = torch.compile(fn, backend=BACKEND, dynamic=True, options={"strict": True})
+    for rows, size in ((5, 8), (4, 7), (9, 16)):
+        x, y = torch.randn(3, size, rows).mT, torch.randn(3, size)
+        torch.testing.assert_close(compiled(x, y), fn(x, y))

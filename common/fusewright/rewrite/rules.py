@@ -54,6 +54,8 @@ def _linear_view(r: Rewriter, node: Node, env: Env) -> Node | None:
         x = x.args[0]
     wanted = (*_shape(node)[:-1], *_shape(linear.args[1])[-1:])
     if not _same(_shape(x), wanted):
+        if not isinstance(wanted[-1], int):  # a call needs a node that computes it, and there may be none
+            return None
         x = _view_of(r, x, [*rows, wanted[-1]], node)
     return r.call("linear", (x, *linear.args[1:]), like=node)
 
