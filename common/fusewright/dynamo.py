@@ -1,4 +1,4 @@
-"""The entry point from `torch.compile`: one plain function per backend name."""
+"""The entry point from `torch.compile`: one callable per backend name."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import contextlib
 import gc
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,14 +23,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("fusewright")
 
-Entry = Callable[..., Callable[..., Any]]
 
+@dataclass(eq=False)
+class Entry:
+    """The entry point of a backend. Compiled models are copied and pickled together with it, and Dynamo knows it by identity: there
+    is one for each name."""
 
-def entry(name: str) -> Entry:
-    """The function that a package registers under `torch_dynamo_backends` for its own backend `name`."""
-    _pause_gc_while_tracing()
+    name: str
 
-    def backend(
+    def __call__(
+        self,
         gm: GraphModule,
         example_inputs: Sequence[Any],
         *,
@@ -37,10 +41,21 @@ def entry(name: str) -> Entry:
     ) -> Callable[..., Any]:
         _pause_gc_while_tracing()  # again after a reset
         with gc_paused():  # including the imports
-            return compile_dynamo(name, gm, example_inputs, options, mode)
+            return compile_dynamo(self.name, gm, example_inputs, options, mode)
 
-    backend.__name__ = backend.__qualname__ = name
-    return backend
+    @property
+    def __name__(self) -> str:
+        return self.name
+
+    def __reduce__(self) -> tuple[Callable[[str], Entry], tuple[str]]:
+        return entry, (self.name,)
+
+
+@cache
+def entry(name: str) -> Entry:
+    """What a package registers under `torch_dynamo_backends` for its own backend `name`: a callable."""
+    _pause_gc_while_tracing()
+    return Entry(name)
 
 
 def compile_dynamo(

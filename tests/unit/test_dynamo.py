@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import weakref
 from typing import Any
 
@@ -85,3 +87,18 @@ def test_the_collector_pauses_while_either_graph_of_a_training_step_is_compiled(
     x = torch.ones(3, requires_grad=True)
     torch.compile(lambda x: x.sin().sum(), backend="fusewright_null")(x).backward()
     assert collecting == {"forward": False, "backward": False} and gc.isenabled()
+
+
+def test_a_compiled_model_is_pickled_as_any_other() -> None:
+    torch.compiler.reset()
+    model, x = torch.nn.Linear(4, 3), torch.randn(2, 4)
+    for backend in ("fusewright_null", "fusewright"):
+        compiled = torch.compile(model, backend=backend, options={})
+        for _ in ("before its first call", "after it"):
+            assert torch.equal(pickle.loads(pickle.dumps(compiled))(x), compiled(x))
+
+
+def test_copies_of_an_entry_point_are_the_same() -> None:
+    one = dynamo.entry("fusewright_null")
+    assert copy.deepcopy(one) is one and pickle.loads(pickle.dumps(one)) is one
+    assert one.__name__ == "fusewright_null"
