@@ -10,6 +10,7 @@ namespace fusewright::int8 {
 namespace {
 
 inline i64 smaller(i64 a, i64 b) { return a < b ? a : b; }
+inline i64 blocks_of(i64 n, i64 size) { return (n + size - 1) / size; }
 
 // The epilogue's per-column numbers of a panel, in fp64; see `Columns::of`.
 struct Columns {

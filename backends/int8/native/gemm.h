@@ -7,6 +7,8 @@ namespace fusewright::int8 {
 namespace {
 
 constexpr i64 kAhead = 8192;  // prefetch distance in the weights, in bytes
+constexpr i64 kStretch = 64;    // of k, between two fetches of what comes next
+constexpr i64 kHidden = 64;     // beside so many rows reading the weights takes no time
 constexpr i64 kBlockRows = 24;  // sums of a block: 6 KiB, which stays in the L1 cache
 
 // The weights from a column on, in its panel.
@@ -21,9 +23,15 @@ struct Weights {
   }
 };
 
+// What the thread needs next: in each stretch of k a block brings some of its lines to the second-level cache.
+struct Ahead {
+  const std::int8_t* at = nullptr;
+  i64 lines = 0;
+};
+
 // MR rows of x by NV vectors of columns; sums go to `to`, in rows of kPanel. `step`: weight bytes from one quad of k to the next.
 template <class V, int MR, int NV, bool SIGNED>
-void block(const std::uint8_t* x, i64 x_stride, const std::int8_t* w, i64 step, i64 k, std::int32_t* to) {
+void block(const std::uint8_t* x, i64 x_stride, const std::int8_t* w, i64 step, i64 k, Ahead& ahead, std::int32_t* to) {
   // Every loop over `acc` is unrolled; otherwise it would live in memory and be stored before and after the product.
   typename V::I acc[MR][NV];
 #pragma GCC unroll 12
@@ -38,21 +46,26 @@ void block(const std::uint8_t* x, i64 x_stride, const std::int8_t* w, i64 step, 
     for (i64 i = whole; i < k; ++i) rest[r][i - whole] = row[r][i];
   }
 
-  for (i64 at = 0; at < whole; at += kQuad, w += step) {
-    // Few rows are memory-bound, and the hardware's prefetch stops at page boundaries.
-    if constexpr (MR <= kFewRows)
-      for (int v = 0; v < NV * V::W / 16; ++v) __builtin_prefetch(w + kAhead + 64 * v);
-    typename V::B b[NV];
+  const std::int8_t* line = ahead.at;
+  for (i64 at = 0; at < whole;) {
+    for (i64 i = 0; i < ahead.lines; ++i, line += 64) __builtin_prefetch(line, 0, 2);
+    for (const i64 end = smaller(at + kStretch, whole); at < end; at += kQuad, w += step) {
+      // Few rows are memory-bound, and the hardware's prefetch stops at page boundaries.
+      if constexpr (MR <= kFewRows)
+        for (int v = 0; v < NV * V::W / 16; ++v) __builtin_prefetch(w + kAhead + 64 * v);
+      typename V::B b[NV];
 #pragma GCC unroll 4
-    for (int v = 0; v < NV; ++v) b[v] = V::load_b(w + v * V::W * 4);
+      for (int v = 0; v < NV; ++v) b[v] = V::load_b(w + v * V::W * 4);
 #pragma GCC unroll 12
-    for (int r = 0; r < MR; ++r) {
-      auto a = V::broadcast(row[r] + at);
-      if (SIGNED) a = V::flip(a);
+      for (int r = 0; r < MR; ++r) {
+        auto a = V::broadcast(row[r] + at);
+        if (SIGNED) a = V::flip(a);
 #pragma GCC unroll 4
-      for (int v = 0; v < NV; ++v) acc[r][v] = V::dot(acc[r][v], a, b[v]);
+        for (int v = 0; v < NV; ++v) acc[r][v] = V::dot(acc[r][v], a, b[v]);
+      }
     }
   }
+  ahead.at = line;
   if (whole < k) {
 #pragma GCC unroll 12
     for (int r = 0; r < MR; ++r) {
@@ -69,25 +82,25 @@ void block(const std::uint8_t* x, i64 x_stride, const std::int8_t* w, i64 step, 
 }
 
 template <class V, int MR, int NV, bool SIGNED>
-void some_rows(i64 rows, const std::uint8_t* x, i64 x_stride, const std::int8_t* w, i64 step, i64 k, std::int32_t* to) {
+void some_rows(i64 rows, const std::uint8_t* x, i64 x_stride, const std::int8_t* w, i64 step, i64 k, Ahead& ahead, std::int32_t* to) {
   if constexpr (MR > 1) {
-    if (rows < MR) return some_rows<V, MR - 1, NV, SIGNED>(rows, x, x_stride, w, step, k, to);
+    if (rows < MR) return some_rows<V, MR - 1, NV, SIGNED>(rows, x, x_stride, w, step, k, ahead, to);
   }
-  block<V, MR, NV, SIGNED>(x, x_stride, w, step, k, to);
+  block<V, MR, NV, SIGNED>(x, x_stride, w, step, k, ahead, to);
 }
 
 // `vectors` vectors of columns, at most V::NV at a time.
 template <class V, int NV, bool SIGNED>
 void some_columns(i64 vectors, i64 rows, const std::uint8_t* x, i64 x_stride, const std::int8_t* w, i64 step, i64 k,
-                  std::int32_t* to) {
+                  Ahead& ahead, std::int32_t* to) {
   if constexpr (NV > 1) {
-    if (vectors < NV) return some_columns<V, NV - 1, SIGNED>(vectors, rows, x, x_stride, w, step, k, to);
+    if (vectors < NV) return some_columns<V, NV - 1, SIGNED>(vectors, rows, x, x_stride, w, step, k, ahead, to);
   }
   constexpr int most = V::MR[NV];
   // Blocks of nearly equal height: 8 rows are 4 + 4 rather than 6 + 2.
   for (i64 left = rows; left > 0;) {
     i64 height = (left + (left + most - 1) / most - 1) / ((left + most - 1) / most);
-    some_rows<V, most, NV, SIGNED>(height, x, x_stride, w, step, k, to);
+    some_rows<V, most, NV, SIGNED>(height, x, x_stride, w, step, k, ahead, to);
     left -= height, x += height * x_stride, to += height * kPanel;
   }
 }
@@ -95,18 +108,17 @@ void some_columns(i64 vectors, i64 rows, const std::uint8_t* x, i64 x_stride, co
 // Sums of `rows` rows by `width` columns of a panel, written in rows of kPanel.
 template <class V>
 void sums_of_panel(const std::uint8_t* x, i64 x_stride, bool is_signed, i64 rows, const std::int8_t* w, i64 step, i64 width, i64 k,
-                   std::int32_t* to) {
+                   Ahead& ahead, std::int32_t* to) {
   for (i64 c = 0; c < width; c += V::NV * V::W) {
     i64 vectors = smaller(V::NV, (width - c) / V::W);
     if (is_signed)
-      some_columns<V, V::NV, true>(vectors, rows, x, x_stride, w + 4 * c, step, k, to + c);
+      some_columns<V, V::NV, true>(vectors, rows, x, x_stride, w + 4 * c, step, k, ahead, to + c);
     else
-      some_columns<V, V::NV, false>(vectors, rows, x, x_stride, w + 4 * c, step, k, to + c);
+      some_columns<V, V::NV, false>(vectors, rows, x, x_stride, w + 4 * c, step, k, ahead, to + c);
   }
 }
 
-// Nothing is fetched ahead: the hardware does that as well for one panel after the other (docs/studies/int8-core.md).
-template <class V> void gemm(const Gemm& g, i64 row, i64 rows, i64 column, i64 columns, i64 = 0) {
+template <class V> void gemm(const Gemm& g, i64 row, i64 rows, i64 column, i64 columns, i64 next) {
   alignas(64) std::int32_t sums[kBlockRows * kPanel];
   constexpr i64 most = V::MR[V::NV];
   constexpr i64 step = kBlockRows / most * most;
@@ -114,9 +126,12 @@ template <class V> void gemm(const Gemm& g, i64 row, i64 rows, i64 column, i64 c
     const Weights w(g, c);
     count = smaller(kPanel - c % kPanel, end - c);
     const Ends<V, true> ends(g, c, count);
+    const i64 width = round_up(count, kNarrow), passes = blocks_of(width, V::NV * V::W) * blocks_of(rows, most);
+    Ahead ahead{Weights(g, c + count < end ? c + count : next).at};
+    if (passes > 1 && rows < kHidden) ahead.lines = blocks_of(width * kStretch / 64, passes);
     for (i64 r = row; r < row + rows; r += step) {
       i64 height = smaller(step, row + rows - r);
-      sums_of_panel<V>(g.x + r * g.x_stride, g.x_stride, g.x_signed, height, w.at, w.step, round_up(count, kNarrow), g.k, sums);
+      sums_of_panel<V>(g.x + r * g.x_stride, g.x_stride, g.x_signed, height, w.at, w.step, width, g.k, ahead, sums);
       ends.finish(r, height, sums);
     }
   }

@@ -127,10 +127,10 @@ template <class T> class TileRows {
 };
 
 template <class V, class T> void tile_gemm(const Gemm& g, i64 row, i64 rows, i64 column, i64 columns, i64 next) {
-  if (rows <= kFewRows) return gemm<V>(g, row, rows, column, columns);
+  if (rows <= kFewRows) return gemm<V>(g, row, rows, column, columns, next);
   alignas(64) std::int32_t sums[kTileRows * kPanel];
   TileRows<T> sizes;
-  const i64 blocks = (rows + kTileRows - 1) / kTileRows;
+  const i64 blocks = blocks_of(rows, kTileRows);
   const i64 readable = (g.m - 1) * g.x_stride + g.k;  // bytes of x
   for (i64 c = column, end = column + columns, count; c < end; c += count) {
     const Weights w(g, c);
@@ -139,7 +139,7 @@ template <class V, class T> void tile_gemm(const Gemm& g, i64 row, i64 rows, i64
     const Ends<V, false> ends(g, c, count);
     const std::int8_t* ahead = Weights(g, c + count < end ? c + count : next).at;
     const i64 shift = count > kTileColumns ? 2 : 1, step_lines = kTile << shift, products = blocks * (shift == 2 ? 2 : 1);
-    const i64 lines = (step_lines + products - 1) / products;
+    const i64 lines = blocks_of(step_lines, products);
     for (i64 r = row, line = 0; r < row + rows; r += kTileRows) {
       const i64 height = smaller(kTileRows, row + rows - r);
       const bool past = (r + height - 1) * g.x_stride + round_up(g.k, kTileK) <= readable;

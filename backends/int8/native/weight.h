@@ -55,8 +55,9 @@ template <class V, class Fn> void weight_panels(const WeightGemm& g, i64 panel, 
 }
 
 template <class V> void weight_gemm(const WeightGemm& g, i64 panel, i64 panels) {
+  Ahead none;
   weight_panels<V>(g, panel, panels, [&](const std::uint8_t* x, i64 rows, const std::int8_t* w, i64 width, std::int32_t* to) {
-    sums_of_panel<V>(x, g.k, false, rows, w, kQuad * width, width, g.k, to);
+    sums_of_panel<V>(x, g.k, false, rows, w, kQuad * width, width, g.k, none, to);
   });
 }
 
