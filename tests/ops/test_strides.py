@@ -158,3 +158,15 @@ def test_what_lies_as_eager_lays_it_out_is_not_traced_again() -> None:
         assert strides.RULES["batch_norm"]({"input": x})[0] is x
     gapped = torch.empty(2, 3, 4, 9)[..., :5]
     assert strides.RULES["batch_norm"]({"input": gapped})[0].stride() == (60, 20, 5, 1)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_division_of_two_sizes_has_no_strides() -> None:
+    """Longformer's encoder-decoder divides the length of its text."""
+
+    def divided(x: torch.Tensor) -> torch.Tensor:
+        return torch.div(x.size(0), x.size(1), rounding_mode="trunc") + x
+
+    compiled = torch.compile(divided, backend="x86_onednn", dynamic=True)
+    for x in (torch.randn(12, 3), torch.randn(9, 3)):
+        assert torch.equal(compiled(x), divided(x))

@@ -28,6 +28,8 @@ def _iterated(*names: str) -> Rule:
 
     def rule(a: Args) -> tuple[torch.Tensor | None, ...]:
         given = [_operand(a[n]) for n in names if isinstance(a[n], torch.Tensor)]
+        if not given:  # a division of sizes
+            return ()
         made = given[0].exp() if len(given) == 1 else aten.add.Tensor(*given)
         return (made,)
 
