@@ -22,6 +22,13 @@ from fusewright import ops
 PLACE = ("stack_trace", "nn_module_stack")
 """Node metadata on the origin of a node."""
 
+_PARTS: dict[Any, Any] = {
+    torch.ops.aten.select.int: torch.ops.aten.select_scatter.default,
+    torch.ops.aten.slice.Tensor: torch.ops.aten.slice_scatter.default,
+    torch.ops.aten.detach.default: None,
+}
+"""Views of a part of a tensor, and what puts a value there; None for a view of all of it."""
+
 
 class UnsupportedCapture(Exception):
     """Why the direct capture might be wrong for a graph."""
@@ -85,6 +92,8 @@ class _Recorder(Interpreter):
         self.node_of: dict[int, Node] = {}
         self.alive: list[torch.Tensor] = []  # ids are unique only while their objects live
         self.sharers: Counter[int] = Counter()
+        self.stale: set[int] = set()
+        """Tensors, by id, whose memory was changed through a view."""
         self.here: Node | None = None
         self.entered: list[Any] = []
         """The autocast regions entered and not yet left."""
@@ -153,6 +162,8 @@ class _Recorder(Interpreter):
         node = self.node_of.get(id(t))
         if node is None:
             raise UnsupportedCapture("a tensor comes from outside the graph")
+        if id(t) in self.stale:
+            raise UnsupportedCapture("a tensor is read after its memory was written through another one")
         return node
 
     def run_node(self, n: Node) -> Any:
@@ -215,10 +226,11 @@ class _Recorder(Interpreter):
         if func is torch.ops.aten.lift_fresh.default and not compat.is_fake(args[0]):  # torch.tensor of literals
             func, args = torch.ops.aten.lift_fresh_copy.default, (self._hold(args[0], f"{compat.LITERAL}{len(self.alive)}"),)
         written = args[0] if ops.is_mutating(func) else None
+        whole = self._whole(written) if isinstance(written, torch.Tensor) else None
         if written is not None:
-            func = self._functional(func, written)
+            func = self._functional(func, written, whole)
         result = func(*args, **kwargs)
-        if written is not None and not _same_type(result, written):
+        if written is not None and not _same_type(result, written, strides=whole is None):
             raise UnsupportedCapture(f"{func} in place would change a type")
         if func.namespace == "prim" or func in compat.METADATA_OPS:
             return result
@@ -226,23 +238,66 @@ class _Recorder(Interpreter):
         node = self.out.call_function(func, new_args, new_kwargs)
         node.meta["val"] = result
         node.meta.update(self._place())
-        if written is not None:
+        if written is not None and whole is not None:
+            self._put(node, written, whole)
+        elif written is not None:
             self.node_of[id(written)] = node
+        if written is not None:
             return written
         self._remember(result, node)
         return result
+
+    def _whole(self, written: torch.Tensor) -> torch.Tensor | None:
+        """The tensor that `written` is a part of, if the graph made it and `written` is a view of its present value."""
+        first = next((t for t in self.alive if _storage(t) == _storage(written)), written)
+        made = self._node(first).op == "call_function" and first.is_contiguous()
+        return first if made and self._views(written, first) else None
+
+    def _views(self, part: torch.Tensor, whole: torch.Tensor) -> list[Node]:
+        """The views that lead from `whole` to `part`, the last one first; none if there is another way."""
+        found, node, goal = [], self._node(part), self._node(whole)
+        while node is not goal:
+            if node.target not in _PARTS or node.kwargs:
+                return []
+            found.append(node)
+            node = node.args[0]  # type: ignore[assignment]
+        return found
+
+    def _put(self, value: Node, part: torch.Tensor, whole: torch.Tensor) -> None:
+        """Write a value into a part of a tensor: `whole` gets a new value, of which its views are made again."""
+        sharing = [t for t in self.alive if _storage(t) == _storage(whole) and t is not whole and id(t) not in self.stale]
+        views = {id(t): self._views(t, whole) for t in sharing}
+        for view in views[id(part)]:
+            scatter = _PARTS[view.target]
+            value = value if scatter is None else self._made(scatter, view.args[0], value, *view.args[1:])
+        self.node_of[id(whole)] = value
+        for name, way in views.items():
+            node = value
+            for view in reversed(way):
+                node = self._made(view.target, node, *view.args[1:])
+            self.node_of[name] = node
+            if not way:
+                self.stale.add(name)
+
+    def _made(self, target: Any, *args: Any) -> Node:
+        node = self.out.call_function(target, args)
+        node.meta.update(val=target(*(a.meta["val"] if isinstance(a, Node) else a for a in args)), **self._place())
+        return node
 
     def _place(self) -> dict[str, Any]:
         """The location in the user's model of the call being recorded."""
         meta = self.here.meta if self.here is not None else {}
         return {k: meta[k] for k in PLACE if meta.get(k) is not None}
 
-    def _functional(self, func: Any, written: Any) -> Any:
-        """The out-of-place form of `add_` and the like, if nobody else can see the write."""
+    def _functional(self, func: Any, written: Any, whole: torch.Tensor | None) -> Any:
+        """The out-of-place form of `add_` and the like, if nobody else can see the write, or all who can are known."""
         op = compat.out_of_place(func)
+        if whole is not None and func is torch.ops.aten.copy_.default:
+            return torch.ops.aten.copy.default
         if op is None:
             raise UnsupportedCapture(f"{func} writes in place")
-        self._check_private(func, written)
+        if whole is None:
+            self._check_private(func, written)
         return op
 
     def _check_private(self, func: Any, written: Any) -> None:
@@ -296,5 +351,6 @@ def _storage(t: torch.Tensor) -> int:
     return compat.storage_id(t)
 
 
-def _same_type(a: Any, b: torch.Tensor) -> bool:
-    return isinstance(a, torch.Tensor) and (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
+def _same_type(a: Any, b: torch.Tensor, strides: bool = True) -> bool:
+    same = isinstance(a, torch.Tensor) and (a.dtype, a.shape) == (b.dtype, b.shape)
+    return same and (not strides or a.stride() == b.stride())

@@ -69,7 +69,7 @@ def test_a_lost_assertion_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_wrong_value_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     def write_behind_a_view(x: torch.Tensor) -> torch.Tensor:
         y = x + 1
-        y[0:1].mul_(3)
+        y.unsqueeze(0).mul_(3)
         return y
 
     monkeypatch.setattr(direct._Recorder, "_check_private", lambda self, func, written: None)
@@ -172,3 +172,75 @@ def test_each_literal_has_its_own_plan_and_its_own_memory(tmp_path: Path, monkey
             product, held = fast(torch.ones(2))
             assert product.tolist() == [value, value] and held.item() == value
             held.zero_()
+
+
+def _index(x: torch.Tensor) -> torch.Tensor:
+    """Relative positions, as BEiT builds them."""
+    grid = torch.stack(torch.meshgrid(torch.arange(3), torch.arange(3), indexing="ij")).flatten(1)
+    coords = (grid[:, :, None] - grid[:, None, :]).permute(1, 2, 0).contiguous()
+    coords[:, :, 0] += 2
+    coords[:, :, 1] += 2
+    coords[:, :, 0] *= 5
+    index = torch.zeros(size=(10, 10), dtype=coords.dtype)
+    index[1:, 1:] = coords.sum(-1)
+    index[0, 0:] = 25
+    index[0:, 0] = 26
+    return x[index.view(-1)]
+
+
+def _part_read_again(x: torch.Tensor) -> torch.Tensor:
+    t = x * 2
+    row = t[1]
+    row.add_(1)
+    row.mul_(3)
+    return torch.stack([t.sum(0), row])
+
+
+def _converted(x: torch.Tensor) -> torch.Tensor:
+    t = torch.zeros(4, 3, dtype=torch.float64)
+    t[1:3] = x[0, :3]
+    return t
+
+
+def _other_view(x: torch.Tensor) -> torch.Tensor:
+    t = x * 2
+    row, column = t[1], t[:, 0]
+    row.add_(1)
+    return column + 1
+
+
+PARTS: dict[str, Any] = {"an index": _index, "read again": _part_read_again, "converted": _converted, "another view": _other_view}
+
+
+def _other_kind(x: torch.Tensor) -> torch.Tensor:
+    t = x * 2
+    row, turned = t[1], t.t()
+    row.add_(1)
+    return turned + 1
+
+
+def _of_an_input(x: torch.Tensor) -> torch.Tensor:
+    x[0] += 1
+    return x * 2
+
+
+def _behind_a_transpose(x: torch.Tensor) -> torch.Tensor:
+    t = x * 2
+    t.t()[0].add_(1)
+    return t
+
+
+DOUBTFUL: dict[str, Any] = {"another kind of view": _other_kind, "an input": _of_an_input, "a transpose": _behind_a_transpose}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", [*PARTS, *DOUBTFUL])
+def test_writes_into_parts_of_a_tensor_that_the_graph_made(name: str) -> None:
+    """They take the direct road, unless a view of another kind is read later, or somebody else may see the write."""
+    program = {**PARTS, **DOUBTFUL}[name]
+    given = torch.arange(30 * 4.0).reshape(30, 4)
+    with side_by_side(program) as (compiled, modes):
+        for _ in range(2):
+            assert torch.equal(compiled(given.clone()), program(given.clone()))
+    assert modes.problems == []
+    assert all((mode == "direct") is (name in PARTS) for mode in modes.taken) and modes.taken
