@@ -18,7 +18,7 @@ import torch
 
 from fusewright.sizes.expr import SizeExpr, symbol
 
-INTERFACE: tuple[int, int] = (1, 5)
+INTERFACE: tuple[int, int] = (1, 6)
 """(major, minor) of this interface. Minor versions only add members with defaults."""
 
 OPSET = 1
@@ -523,6 +523,10 @@ class Backend(abc.ABC):
     shows_constants: ClassVar[bool] = False
     """Whether ops that depend on weights alone share a region with their readers, so that the backend sees how a weight is
     computed. They are prepared either way. Since interface 1.3."""
+
+    widened: ClassVar[frozenset[str]] = frozenset()
+    """Names of ops whose results from weights are computed once, however much more room than the weights they take. Since
+    interface 1.6."""
 
     namespaces: ClassVar[Sequence[str]] = ()
     """Namespaces of torch operators that its plans call and the opset lacks, e.g. its own. A plan that calls operators of any

@@ -32,6 +32,8 @@ class X86Int8(QuantizedBackend):
     rows: ClassVar[Mapping[str, Sequence[Row]]] = by_root((*ROWS, *MATMUL_ROWS, *DYNAMIC_ROWS, *TENSOR_ROWS, *FLOAT_ROWS))
     carried = frozenset({"conv", "int_mm", "choose_qparams", *MATMULS})
     products = ("linear", "conv")
+    widened = frozenset({"dequantize", "dequantize_per_channel"})
+    """A product left in floats reads its weight from a copy in floats, which its measurement assumed."""
     namespaces = (*QuantizedBackend.namespaces, NAMESPACE)
     options: ClassVar[Mapping[str, Any]] = {
         **QuantizedBackend.options,

@@ -35,20 +35,25 @@ class Constants:
         return GraphIndex(graph, self.values, phase, self.creations)
 
 
-def find(graph: Graph, weights: frozenset[Node], phase: Phase) -> Constants:
+def find(graph: Graph, weights: frozenset[Node], phase: Phase, widened: frozenset[str] = frozenset()) -> Constants:
     """Find the constants of a graph, including literal tensors (`torch.tensor(3)`). Excluded are values that the caller could
-    see and modify, and values much larger than what they are computed from. In training, weights change, so nothing is derived
-    from them."""
+    see and modify, and values much larger than what they are computed from, except by ops named in `widened`. In training,
+    weights change, so nothing is derived from them."""
     if phase != "infer":
         return Constants(weights)
     seen = exposed(graph)
     found = set(weights) | {n for n in graph.find_nodes(op="get_attr") if compat.is_literal(n) and n not in seen}
     for node in graph.nodes:
         if node not in seen and all(i in found for i in node.all_input_nodes):
-            if is_projection(node) or (is_op(node) and is_repeatable(node) and _fits(node)):
+            if is_projection(node) or (is_op(node) and is_repeatable(node) and (_fits(node) or _name(node) in widened)):
                 found.add(node)
     alone = _unread_creations(graph, found)
     return Constants(frozenset(found - alone), frozenset(alone))
+
+
+def _name(node: Node) -> str | None:
+    row = ops.find(node.target)
+    return None if row is None else row.name
 
 
 def _unread_creations(graph: Graph, found: set[Node]) -> set[Node]:

@@ -41,7 +41,7 @@ def on_claim(
         _splice(copy, mapping[node], inside)
     drop_dead_code(copy)
     held = frozenset(mapping[n] for n in const.values if n.op != "call_function")
-    return copy, constants.find(copy, held, phase)
+    return copy, constants.find(copy, held, phase, backend.widened)
 
 
 def _openable(

@@ -28,7 +28,7 @@ def _simplify(c: Compilation) -> None:
 
 
 def _constants(c: Compilation) -> None:
-    c.constants = constants.find(c.graph, c.const, c.phase)
+    c.constants = constants.find(c.graph, c.const, c.phase, c.backend.widened)
 
 
 METADATA_STAGES: tuple[tuple[str, Stage], ...] = (

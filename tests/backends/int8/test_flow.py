@@ -18,6 +18,7 @@ from fusewright import report
 from fusewright.errors import QuantizationError
 from fusewright.quantization import listed, quantization_of
 from fusewright.quantization import report as accuracy
+from fusewright_int8.engines import FLOATS
 from fusewright_int8.flow import fx
 from fusewright_int8.flow.recipes import RECIPES
 from tests.backends.int8.common import ENGINES, needs_core
@@ -70,7 +71,10 @@ class _Texts(list[str]):
 
     def text(self, k: int = -1) -> str:
         """What runs at each call."""
-        return str(self._reports[k].texts["plan"].partition("def run(")[2])
+        return self.whole(k).partition("def run(")[2]
+
+    def whole(self, k: int = -1) -> str:
+        return str(self._reports[k].texts["plan"])
 
 
 def compiled(model: nn.Module, engine: str = ENGINES[0]) -> Any:
@@ -353,3 +357,20 @@ def test_keyword_arguments_calibrate_as_well() -> None:
 def test_every_recipe_is_told_to_people() -> None:
     assert quantization_of("x86_int8").recipes.keys() == RECIPES.keys()
     assert quantization_of().recipes.keys() == RECIPES.keys()  # the only backend here that quantizes
+
+
+@pytest.mark.parametrize("floats", [True, False])
+def test_the_weight_of_a_layer_left_to_floats_is_converted_once(
+    monkeypatch: pytest.MonkeyPatch, plans: _Texts, floats: bool
+) -> None:
+    """Not at every call, and not at all for an int8 layer."""
+    monkeypatch.setattr("fusewright_int8.lowerings.fastest", lambda *_, **__: FLOATS if floats else "onednn")
+    model, x = nn.Sequential(nn.Linear(640, 1024), nn.ReLU(), nn.Linear(1024, 640)).eval(), torch.randn(48, 640)
+    quantized = quantization_of("x86_int8").quantize(model, [(x,)], "static")
+    wanted = quantized(x)
+    with torch.no_grad():
+        found = torch.compile(quantized, backend="x86_int8")(x)
+    assert (found - wanted).abs().max() < 0.1
+    plan = plans.whole()
+    assert len(plans.calls()) == (0 if floats else 2)
+    assert ("dequantize_per_channel" in plan, "dequantize_per_channel" in plans.text()) == (floats, False), plan

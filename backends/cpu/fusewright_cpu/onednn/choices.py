@@ -95,10 +95,10 @@ class Product:
         return 2.0 * self.m * self.k * self.n
 
     def proxy(self) -> Product:
-        """Return a product that is quick to measure and behaves alike: fewer columns, in multiples of a cache
-        line."""
+        """Return a product that is quick to measure and behaves alike: itself if it is hardly larger, otherwise one of fewer
+        columns, in multiples of a cache line."""
         most = min(PROXY_FLOPS / (2.0 * self.m * self.k), PROXY_ELEMENTS / self.k)
-        if self.n <= most:
+        if self.n <= 2 * most:  # another number of columns divides otherwise among threads
             return self
         return replace(self, n=max(64, int(most) // 64 * 64))
 
