@@ -199,13 +199,12 @@ def linear_onednn(
 @_operator(f"conv({_INPUT}, {_GEOMETRY}, {_EPILOGUE}) -> Tensor")
 def conv(
     x: Tensor, packed: Tensor, w_scale: Tensor, bias: Tensor | None, scale: float, zero: int, kernel_size: Sequence[int],
-    stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int, *rest: Any,
+    *rest: Any,
 ) -> Tensor:  # fmt: skip
     """Compute with our core."""
-    geometry = stride, padding, dilation, groups
     if packed.dtype.is_floating_point:
-        return _wide_conv(x, packed, w_scale, bias, scale, zero, geometry, _epilogue(*rest))
-    return native.conv2d(x, packed, kernel_size, w_scale, bias, scale, zero, *geometry, **_named(rest))
+        return _wide_conv(x, packed, w_scale, bias, scale, zero, rest[:4], _epilogue(*rest[4:]))
+    return native.planned_conv2d(x, packed, w_scale, bias, scale, zero, kernel_size, *rest)
 
 
 def _conv_onednn(

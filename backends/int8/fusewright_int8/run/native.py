@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -193,42 +193,86 @@ def conv2d(
     Depthwise convolutions (groups == c == n) have their own kernel. Other arguments as in `linear`.
     """
     _check(x.dtype in _BYTES and x.dim() == 4, "x", x, "uint8 or int8 [batch, c, h, w]")
-    _check_zero("x_zero_point", x_zero_point, x.dtype)
-    n = w_scale.numel()
+    n, given = w_scale.numel(), (tuple(kernel_size), tuple(stride), tuple(padding), tuple(dilation), groups)
+    low, high = (out_low, out_high) if out_dtype in _BYTES else (None, None)
+    levels = out_dtype, out_scale, out_zero_point, low, high
+    call = _conv_call(x.shape, x.dtype, n, *given, x_zero_point, post, tuple(post_args), *levels)
     _check_factors(w_scale, bias, n)
-    window, sizes, packed_bytes = _conv_sizes(
-        tuple(x.shape), n, tuple(kernel_size), tuple(stride), tuple(padding), tuple(dilation), groups
-    )
-    _check_packed(packed, packed_bytes)
-    x = x if x.stride(1) == 1 or sizes[1] == 1 else x.contiguous(memory_format=torch.channels_last)
-    shape = sizes[0], sizes[5], sizes[6], n
-    residual = _residual(None if residual is None else residual.permute(0, 2, 3, 1), shape)
-    out, after = _after(
-        shape, n, residual, residual_scale, residual_zero_point, post, post_args, out_dtype, out_scale,
-        out_zero_point, out_low, out_high,
+    _check_packed(packed, call.packed_bytes)
+    residual = _images(residual, call.shape)
+    return _convolved(call, x, packed, w_scale, bias, x_scale, x_zero_point, residual, residual_scale, residual_zero_point)
+
+
+def planned_conv2d(
+    x: Tensor, packed: Tensor, w_scale: Tensor, bias: Tensor | None, x_scale: float, x_zero_point: int,
+    kernel_size: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int,
+    residual: Tensor | None, residual_scale: float, residual_zero_point: int, post: str, post_args: Sequence[float],
+    out_dtype: torch.dtype, out_scale: float, out_zero_point: int, out_low: int, out_high: int,
+) -> Tensor:  # fmt: skip
+    """`conv2d` of a plan, which prepared the weight, its scales and the bias: they are not checked at every call, which took half
+    the time of a small layer on eight cores."""
+    call = _conv_call(
+        x.shape, x.dtype, w_scale.shape[0], tuple(kernel_size), tuple(stride), tuple(padding), tuple(dilation), groups,
+        x_zero_point, post, tuple(post_args), out_dtype, out_scale, out_zero_point, out_low, out_high,
     )  # fmt: skip
+    residual = _images(residual, call.shape)
+    return _convolved(call, x, packed, w_scale, bias, x_scale, x_zero_point, residual, residual_scale, residual_zero_point)
+
+
+class _ConvCall(NamedTuple):
+    """What a convolution's arguments other than tensors come to, as the extension takes it."""
+
+    shape: tuple[int, ...]
+    window: tuple[int, ...]
+    sizes: tuple[int, ...]
+    packed_bytes: int
+    post: tuple[int, float, float]
+    dtype: torch.dtype
+    levels: tuple[int, float, int, int, int]
+
+
+def _convolved(
+    call: _ConvCall, x: Tensor, packed: Tensor, w_scale: Tensor, bias: Tensor | None, x_scale: float, x_zero_point: int,
+    residual: Tensor | None, residual_scale: float, residual_zero_point: int,
+) -> Tensor:  # fmt: skip
     strides = x.stride()
-    core.extension().conv2d(
-        x.data_ptr(), (strides[0], strides[2], strides[3]), x.dtype == torch.int8, sizes, window, packed.data_ptr(),
-        w_scale.data_ptr(), _address(bias), x_scale, x_zero_point, after, torch.get_num_threads(),
+    if strides[1] != 1 and call.sizes[1] != 1:
+        x = x.contiguous(memory_format=torch.channels_last)
+        strides = x.stride()
+    address, row, kind = 0, 0, torch.float32
+    if residual is not None:
+        address, row, kind = residual.data_ptr(), residual.stride(0), residual.dtype
+    out = torch.empty(call.shape, dtype=call.dtype, memory_format=torch.channels_last)
+    after = (
+        address, row, _TYPES[kind], residual_scale, residual_zero_point, *call.post, out.data_ptr(), call.shape[1], *call.levels,
     )  # fmt: skip
-    return out.permute(0, 3, 1, 2)
+    core.extension().conv2d(
+        x.data_ptr(), (strides[0], strides[2], strides[3]), x.dtype == torch.int8, call.sizes, call.window, packed.data_ptr(),
+        w_scale.data_ptr(), 0 if bias is None else bias.data_ptr(), x_scale, x_zero_point, after, torch.get_num_threads(),
+    )  # fmt: skip
+    return out
 
 
 @functools.lru_cache(4096)
-def _conv_sizes(
-    shape: tuple[int, ...], n: int, kernel_size: tuple[int, ...], stride: tuple[int, ...], padding: tuple[int, ...],
-    dilation: tuple[int, ...], groups: int,
-) -> tuple[tuple[int, ...], tuple[int, ...], int]:  # fmt: skip
-    """Return window and sizes as the extension takes them, and the bytes of the packed weight."""
+def _conv_call(
+    shape: tuple[int, ...], dtype: torch.dtype, n: int, kernel_size: tuple[int, ...], stride: tuple[int, ...],
+    padding: tuple[int, ...], dilation: tuple[int, ...], groups: int, x_zero_point: int, post: str, post_args: tuple[float, ...],
+    out_dtype: torch.dtype, *levels: Any,
+) -> _ConvCall:  # fmt: skip
+    """Check the arguments and return what the extension takes. `levels`: scale, zero point and limits of the result."""
+    _check_zero("x_zero_point", x_zero_point, dtype)
+    if out_dtype not in _TYPES:
+        raise ValueError(f"out_dtype is {out_dtype}; results are float32, bfloat16, uint8 or int8")
     batch, c, h, w = shape
     window = _window(kernel_size, stride, padding, dilation)
     if groups < 1 or c % groups or n % groups:
         raise ValueError(f"{c} input and {n} output channels do not make {groups} groups of one size")
     taps = window[0] * window[1]
     oh, ow = (_positions(size, *window[d::2]) for d, size in enumerate((h, w)))
-    depthwise = _is_depthwise(c, n, groups, taps)
-    return window, (batch, c, h, w, n, oh, ow, groups), _packed_conv(n, c // groups, window[:2], groups, depthwise)
+    packed_bytes = _packed_conv(n, c // groups, window[:2], groups, _is_depthwise(c, n, groups, taps))
+    sizes = batch, c, h, w, n, oh, ow, groups
+    ends = _post(post, post_args), out_dtype, _levels(out_dtype, *levels)
+    return _ConvCall((batch, n, oh, ow), window, sizes, packed_bytes, *ends)
 
 
 def _window(*pairs: Sequence[int]) -> tuple[int, ...]:
@@ -422,6 +466,14 @@ def _residual(residual: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
         f"{shape} in fp32, bf16 or 8 bits",
     )
     return _rows(residual)
+
+
+def _images(residual: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
+    """Return a residual of a convolution's result as rows of channels."""
+    if residual is None:
+        return None
+    batch, n, oh, ow = shape
+    return _residual(residual.permute(0, 2, 3, 1), (batch, oh, ow, n))
 
 
 def _address(t: Tensor | None) -> int:
