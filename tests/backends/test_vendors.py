@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import sys
 from types import SimpleNamespace
 
@@ -12,6 +11,7 @@ import torch
 
 import fusewright
 from fusewright import machine, registry
+from fusewright.dynamo import entry
 from fusewright.interface import Device, Unavailable
 from fusewright_acl import target as acl
 from fusewright_acl.backend import GravitonAcl
@@ -35,10 +35,13 @@ def test_every_vendor_is_registered_and_answers_its_probe(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", VENDORS)
-def test_torch_finds_a_plain_function_under_each_name(name: str) -> None:
+def test_torch_finds_an_entry_under_each_name(name: str) -> None:
     assert name in torch.compiler.list_backends(exclude_tags=())
     package = importlib.import_module(registry.plugins()[name].value.partition(".")[0])
-    assert inspect.isfunction(getattr(package, name))  # Dynamo sets attributes on it
+    found = getattr(package, name)
+    assert callable(found) and found is entry(name)  # Dynamo compares backends by identity
+    found.of_dynamo = True  # Dynamo sets attributes on it
+    del found.of_dynamo
 
 
 def _reason(device: Device | Unavailable) -> str:

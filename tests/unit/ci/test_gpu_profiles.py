@@ -90,7 +90,7 @@ def test_overlapping_kernels_are_counted_once() -> None:
         (["bert"], "write MODEL:train or MODEL:infer"),
         (["brt:infer"], "brt"),
         (["bert:infer", "--against", "inductr"], "inductor"),
-        (["bert:infer", "--against", "inductor-freezing"], "an environment of its own"),
+        (["bert:infer", "--against", "inductor,inductor-freezing"], "give no other contender with it"),
     ],
 )
 def test_mistakes_are_explained(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
