@@ -18,7 +18,7 @@ import torch
 
 from fusewright.sizes.expr import SizeExpr, symbol
 
-INTERFACE: tuple[int, int] = (1, 6)
+INTERFACE: tuple[int, int] = (1, 7)
 """(major, minor) of this interface. Minor versions only add members with defaults."""
 
 OPSET = 1
@@ -288,6 +288,9 @@ class DevicePolicy:
     """Number of compute threads: passed to every native kernel (`KernelCode.address`) and part of the keys of plans and of
     measured choices. None: one thread, and nothing depends on it."""
     splits: Splits = Splits()
+    wider: Mapping[torch.dtype, torch.dtype] = field(default_factory=dict)
+    """Types whose products and convolutions are computed in another type, for the device multiplies those several times as fast:
+    operands are widened, and results are rounded to their own type. Since interface 1.7."""
     eager: tuple[Any, ...] = ()
     """Conditions under which the device's eager is faster than a kernel (`fusewright.toolkit.fuse.eager.Condition`)."""
     flops_per_second: float = 2e11

@@ -16,6 +16,7 @@ from fusewright.toolkit.region.graph import RegionGraph
 from fusewright.toolkit.region.rewrite import Row, by_root
 from fusewright_acl import fpmath, quantized, quantized_convolutions, target
 from fusewright_acl.lowerings import LOWERINGS, ROWS
+from fusewright_cpu.onednn.fused import HALVES
 from fusewright_cpu.onednn.quantized import QuantizedBackend
 
 FPMATH = ("fp32", "bf16")
@@ -30,6 +31,7 @@ class GravitonAcl(QuantizedBackend):
     rows: ClassVar[Mapping[str, Sequence[Row]]] = by_root((*quantized.ROWS, *quantized_convolutions.ROWS, *ROWS))
     carried = frozenset({"int_mm", "choose_qparams"})
     products = ("linear", "conv")
+    halves: ClassVar[Mapping[torch.dtype, str]] = {torch.bfloat16: HALVES[torch.bfloat16]}  # Arm's eager multiplies fp16 itself
     namespaces = (*QuantizedBackend.namespaces, fpmath.NAMESPACE)
     options: ClassVar[Mapping[str, Any]] = {
         **QuantizedBackend.options,

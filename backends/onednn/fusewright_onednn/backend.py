@@ -6,7 +6,7 @@ import torch
 
 from fusewright import machine
 from fusewright.interface import Device, Unavailable
-from fusewright_cpu.onednn.fused import OneDnnBackend
+from fusewright_cpu.onednn.fused import OneDnnBackend, half_features
 from fusewright_onednn import target
 
 
@@ -26,7 +26,6 @@ class X86OneDnn(OneDnnBackend):
             return Unavailable("the CPU has no AVX2", "use a CPU of 2015 or later")
         if not torch.backends.mkldnn.is_available():
             return Unavailable("torch is built without oneDNN", "install a build of torch with oneDNN")
-        if torch.ops.mkldnn._is_mkldnn_bf16_supported():
-            features |= {"mkldnn_bf16"}
+        features |= half_features()
         version = target.onednn_version(torch.__config__.show())
         return Device("cpu", found.arch, features, f"oneDNN {version}".rstrip())

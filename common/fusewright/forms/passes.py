@@ -29,7 +29,7 @@ from fusewright.plan.build import build
 from fusewright.plan.execute.replay import DIVIDE
 from fusewright.plan.inplace import copied_together, updated_in_place, without_spare_copies
 from fusewright.plan.verify import FRAGMENT, PLACE, PLAN, Answer
-from fusewright.rewrite import expand
+from fusewright.rewrite import expand, widen
 from fusewright.rewrite.engine import Rewriter
 from fusewright.rewrite.rules import RULES
 from fusewright.toolkit.fuse.build import with_buffers
@@ -60,6 +60,7 @@ def _answers(args: tuple[Any, ...], result: Compiled) -> list[Answer]:
 
 
 REWRITE = Pass("rules", "graph", GRAPH, _rules, in_place)
+WIDEN = Pass("widen", "graph", GRAPH, widen.widen, in_place)
 CSE = Pass("cse", "graph", GRAPH, merge_common, in_place)
 EXPAND = Pass("expand", "graph", GRAPH, expand.on_claim, lambda args, expanded: expanded[:1])
 PARTITION = Pass("partition", "graph", REGION, partition, lambda args, found: found.regions)
@@ -70,8 +71,8 @@ SPARE = Pass("without_spare_copies", "plan", PLAN, without_spare_copies)
 JOIN = Pass("copied_together", "plan", PLAN, copied_together)
 
 PASSES: tuple[tuple[str, str, tuple[Pass[Any, Any], ...]], ...] = (
-    # ATen overloads become rows of the opset; exact rewrite rules; common subexpressions; composites are expanded on claim
-    ("graph", "graph", (CANONICALIZE, REWRITE, CSE, EXPAND)),
+    # ATen overloads become rows of the opset; exact rules; wider products; common subexpressions; composites opened on claim
+    ("graph", "graph", (CANONICALIZE, REWRITE, WIDEN, CSE, EXPAND)),
     # claimed ops in convex groups; the backend's rewrite rows over a region; its calls and kernels for a region
     ("graph", "region", (PARTITION,)),
     ("region", "region", (claimed, rewrite)),

@@ -17,6 +17,9 @@ from fusewright.graph.effects import asserts, communicates, draws, exposed, name
 from fusewright.graph.view import GraphIndex, is_op, is_projection
 from fusewright.interface import Phase, TensorSpec, is_static
 
+COMPUTED_ONCE = "computed once"
+"""Mark in a node's metadata: computed from weights, it is a constant however much room it takes."""
+
 FOLD_LIMIT = 1 << 20
 """Bytes that a constant may take beyond the constants that it is computed from (masks, positions, tables)."""
 
@@ -45,7 +48,8 @@ def find(graph: Graph, weights: frozenset[Node], phase: Phase, widened: frozense
     found = set(weights) | {n for n in graph.find_nodes(op="get_attr") if compat.is_literal(n) and n not in seen}
     for node in graph.nodes:
         if node not in seen and all(i in found for i in node.all_input_nodes):
-            if is_projection(node) or (is_op(node) and is_repeatable(node) and (_fits(node) or _name(node) in widened)):
+            wanted = COMPUTED_ONCE in node.meta or _name(node) in widened
+            if is_projection(node) or (is_op(node) and is_repeatable(node) and (wanted or _fits(node))):
                 found.add(node)
     alone = _unread_creations(graph, found)
     return Constants(frozenset(found - alone), frozenset(alone))

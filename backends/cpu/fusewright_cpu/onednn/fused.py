@@ -4,12 +4,13 @@ Modules that are needed only to lower are imported inside the methods that lower
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from fusewright import machine
-from fusewright.interface import CompileContext, Compiled, OpView, Region, Verdict, Why
+from fusewright.interface import CompileContext, Compiled, DevicePolicy, OpView, Region, Verdict, Why
 from fusewright.toolkit.backend.fused import FusedBackend, imported_later
 from fusewright_cpu.loader import llvm_loader
 
@@ -26,6 +27,16 @@ SWITCHES = (
 ENV = ("ONEDNN_*", "DNNL_*", "ATEN_CPU_CAPABILITY", "MKL_*")
 
 
+HALVES = {torch.bfloat16: "mkldnn_bf16", torch.float16: "mkldnn_fp16"}
+"""Half types, and the feature of a device on which oneDNN multiplies them."""
+
+
+def half_features() -> frozenset[str]:
+    """Return the features of `HALVES` that this machine has."""
+    bf16, fp16 = torch.ops.mkldnn._is_mkldnn_bf16_supported(), torch.ops.mkldnn._is_mkldnn_fp16_supported()
+    return frozenset(name for name, there in zip(HALVES.values(), (bf16, fp16), strict=True) if there)
+
+
 class OneDnnBackend(FusedBackend):
     """`rows` claim ops for library calls; a subclass may put its own rows before these."""
 
@@ -40,6 +51,8 @@ class OneDnnBackend(FusedBackend):
         "finite_math": False,
     }
     choices: ClassVar[Mapping[str, Sequence[Any]]] = {"prepack": ("auto", "never", "always")}
+    halves: ClassVar[Mapping[torch.dtype, str]] = HALVES
+    """Types whose products are computed in fp32 on devices without the feature: eager's own take several times as long."""
     environment: ClassVar[Mapping[str, str]] = {
         "FUSEWRIGHT_CPU_ISA": "for tests: compute as a lesser CPU would, 'avx2' or 'avx' on x86, a core's name on Arm"
     }
@@ -87,6 +100,10 @@ class OneDnnBackend(FusedBackend):
     def rewritten(self, graph: RegionGraph, ctx: CompileContext) -> RegionGraph:
         """Return the region with ops that this backend substitutes before anything is claimed."""
         return graph
+
+    def policy(self) -> DevicePolicy:
+        features = self.running_on().features
+        return replace(super().policy(), wider={t: torch.float32 for t, feature in self.halves.items() if feature not in features})
 
     def fingerprint(self) -> str:
         """Include oneDNN's external settings: measured choices depend on them."""

@@ -41,6 +41,8 @@ CONV_ADD = "mkldnn::_convolution_pointwise.binary"
 PACK_CONV = "mkldnn::_reorder_convolution_weight.default"
 
 
+ATTENTION = dict.fromkeys(FLOATS, "")
+"""Types of our attention kernel, which multiplies floats where the CPU has no products of bf16, and what they need."""
 MASKS = (torch.float32, torch.bfloat16, torch.bool)
 """Dtypes of attention masks that our kernel reads."""
 
@@ -434,7 +436,7 @@ def sdpa_reason(op: OpView) -> str | None:
     return None if op.arg("scale") is None or isinstance(op.arg("scale"), int | float) else "a scale that is computed"
 
 
-@LOWERINGS.add("sdpa", "sdpa_with_lse", dtypes=FLOATS, dynamic=True, when=sdpa_reason)
+@LOWERINGS.add("sdpa", "sdpa_with_lse", dtypes=ATTENTION, dynamic=True, when=sdpa_reason)
 def sdpa(m: Match, b: Builder) -> None:
     """Emit softmax(q k^T * scale + mask) v with our own kernel (`fusewright_cpu.kernels.attention`) if it measures faster than
     torch's."""

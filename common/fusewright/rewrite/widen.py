@@ -1,0 +1,111 @@
+"""Products in a wider type: on a device without instructions for a half type, its products take several times those of fp32
+(`DevicePolicy.wider`; docs/studies/onednn.md has figures for x86). Operands are widened, which is exact, and the result is rounded
+once, as by eager, whose sums are fp32 too but in another order."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Mapping
+
+import torch
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from fusewright import _torch_compat as compat
+from fusewright import ops
+from fusewright.graph import spec
+from fusewright.graph.constants import COMPUTED_ONCE
+from fusewright.graph.effects import drop_dead_code
+from fusewright.graph.verify import UNTRUSTED
+from fusewright.graph.view import is_op, is_projection
+from fusewright.interface import RuleLog, hint
+from fusewright.rewrite.engine import Rewriter
+
+ID = "product.wider"
+"""The rule's id in reports, and for `disable_rules`."""
+
+SUMMED: Mapping[str, tuple[str, slice]] = {
+    "linear": ("weight", slice(1, None)), "mm": ("self", slice(1, None)), "addmm": ("mat1", slice(1, None)),
+    "matmul": ("self", slice(-1, None)), "mv": ("self", slice(1, None)), "addmv": ("mat", slice(1, None)),
+    "bmm": ("self", slice(2, None)), "baddbmm": ("batch1", slice(2, None)),
+    "conv": ("weight", slice(1, None)), "conv_backward": ("weight", slice(1, None)),
+}  # fmt: skip
+"""Rows that are widened. The product of these sizes of this argument is the number of products in each sum."""
+
+LEAST_PRODUCTS = 1 << 15
+"""Below these multiplications, more calls cost more than wider ones gain."""
+
+Types = Mapping[torch.dtype, torch.dtype]
+
+
+def widen(graph: Graph, types: Types, log: RuleLog) -> None:
+    """Rewrite a canonical graph in place: products of a type of `types` are computed in the type that it names."""
+    if not types or ID in log.disabled:
+        return
+    rewriter = Rewriter(graph, log)
+    for node in list(graph.nodes):
+        wide = _wider(node, types)
+        if wide is not None and log.allows(ID) and _widened(rewriter, node, wide):
+            log.hit(ID)
+            graph.erase_node(node)
+    drop_dead_code(graph)
+
+
+def _wider(node: Node, types: Types) -> torch.dtype | None:
+    """Return the type in which to compute a node; None leaves it as it is."""
+    row = ops.find(node.target) if is_op(node) else None
+    if row is None or row.name not in SUMMED or UNTRUSTED in node.meta:
+        return None
+    operands = [spec.value_of(n) for n in node.all_input_nodes]
+    if not all(isinstance(t, torch.Tensor) and t.dtype in types for t in operands):
+        return None
+    name, sizes = SUMMED[row.name]
+    operand = spec.value_of(row.bind(node.args, node.kwargs)[name])
+    summed = math.prod(hint(spec.size(n)) for n in operand.shape[sizes])
+    result = operands[0] if row.name == "conv_backward" else spec.value_of(node)
+    found = {types[t.dtype] for t in operands}
+    return found.pop() if len(found) == 1 and summed * spec.tensor_spec(result).numel_hint() >= LEAST_PRODUCTS else None
+
+
+def _widened(r: Rewriter, node: Node, wide: torch.dtype) -> bool:
+    """Compute a product in a wider type ahead of its node, and let its readers read the rounded results; False if there is no
+    way to give a result the layout of the original."""
+    row = ops.find(node.target)
+    assert row is not None
+    parts = list(node.users) if isinstance(spec.value_of(node), tuple | list) else [node]
+    if not all(isinstance(spec.value_of(p), torch.Tensor) and (p is node or is_projection(p)) for p in parts):
+        return False
+    with r.graph.inserting_before(node):
+        casts = {n: r.call("cast", (n,), kwargs={"dtype": wide}) for n in node.all_input_nodes}
+        for cast in casts.values():
+            cast.meta[COMPUTED_ONCE] = True
+        args, kwargs = map_arg((node.args, dict(node.kwargs)), casts.__getitem__)
+        made = r.call(row.name, args, kwargs=kwargs)
+        made.meta.update({k: v for k, v in node.meta.items() if k != "val"})
+    results = [spec.value_of(made) if p is node else spec.value_of(made)[p.args[1]] for p in parts]
+    formats = [f for result, p in zip(results, parts, strict=True) if (f := _format(result, spec.value_of(p))) is not None]
+    if len(formats) < len(parts):
+        return False
+    for part, how in zip(parts, formats, strict=True):
+        with r.graph.inserting_before(part):
+            source = made if part is node else _projection(r.graph, made, part)
+            rounded = r.call("cast", (source,), like=part, kwargs={"dtype": spec.value_of(part).dtype, **how})
+        part.replace_all_uses_with(rounded)
+        if part is not node:
+            r.graph.erase_node(part)
+    return True
+
+
+def _projection(graph: Graph, made: Node, part: Node) -> Node:
+    found = graph.call_function(operator.getitem, (made, part.args[1]))
+    found.meta.update(part.meta, val=spec.value_of(made)[part.args[1]])
+    return found
+
+
+def _format(made: torch.Tensor, wanted: torch.Tensor) -> dict[str, torch.memory_format] | None:
+    """Return what a cast must be told to give one tensor the strides of another; None if it cannot."""
+    if all(compat.statically_true(a == b) for a, b in zip(made.stride(), wanted.stride(), strict=True)):
+        return {}
+    formats = (torch.contiguous_format, *((torch.channels_last,) if wanted.dim() == 4 else ()))
+    return next(({"memory_format": f} for f in formats if wanted.is_contiguous(memory_format=f)), None)
