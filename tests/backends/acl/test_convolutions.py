@@ -10,6 +10,7 @@ import torch
 from fusewright.interface import Value
 from tests.backends.acl.common import BF16, F32, channels_last, check, compiled
 from tests.fragments import Sketch, targets
+from tests.hosts import FLOATS, needs_bf16
 
 CONV, PACK = "mkldnn::_convolution_pointwise", "mkldnn::_reorder_convolution_weight"
 
@@ -34,14 +35,14 @@ def _conv(
 
 
 @pytest.mark.parametrize("planes", [True, False])
-@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("kernel", [1, 3])
 def test_one_group_is_acls_and_packed(dtype: torch.dtype, kernel: int, planes: bool) -> None:
     g, y = _conv(dtype, kernel=kernel, planes=planes)
     assert CONV in targets(check(g, [y]))
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("dtype", FLOATS)
 def test_one_dimension(dtype: torch.dtype) -> None:
     g, y = _conv(dtype, size=(11,))
     assert CONV in targets(check(g, [y]))
@@ -60,7 +61,7 @@ def test_fp32_takes_a_batch_norm_and_a_relu_in(groups: int) -> None:
     assert set(found) <= {CONV, "aten::slice.Tensor", "aten::cat"} and found.count(CONV) == (4 if groups == 4 else 1)
 
 
-@pytest.mark.parametrize("groups", [1, 4, 16])
+@pytest.mark.parametrize("groups", [pytest.param(1, marks=needs_bf16), pytest.param(4, marks=needs_bf16), 16])
 def test_bf16_leaves_them_to_a_kernel(groups: int) -> None:
     g, y = _conv(BF16, groups=groups)
     found = targets(check(g, [g.op("relu", _normed(g, y, BF16))]))
@@ -90,7 +91,7 @@ def test_bf16_that_has_only_a_reference_kernel_is_computed_in_fp32(how: dict[str
     assert heavy and found[0].startswith("kernel cast") and found[-1].startswith("kernel cast")
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("planes", [True, False])
 def test_each_group_is_a_convolution_of_its_own(dtype: torch.dtype, planes: bool) -> None:
     g, y = _conv(dtype, groups=4, planes=planes)

@@ -9,6 +9,7 @@ from fusewright.interface import Dim, Value
 from fusewright_acl.backend import GravitonAcl
 from tests.backends.acl.common import BF16, F32, check, compiled, core
 from tests.fragments import Sketch, symbolic, targets
+from tests.hosts import FLOATS, needs_bf16
 
 LINEAR, PACK = "mkldnn::_linear_pointwise", "mkldnn::_reorder_linear_weight"
 CONV, PACK_CONV = "mkldnn::_convolution_pointwise", "mkldnn::_reorder_convolution_weight"
@@ -33,6 +34,7 @@ def test_fp32_in_each_form(form: str, bias: bool) -> None:
     assert targets(fragment, prepare=True) == wanted
 
 
+@needs_bf16
 @pytest.mark.parametrize("rows", [(2, 8), (1,), (16,), (1, 1, 3)])
 @pytest.mark.parametrize("bias", [True, False])
 def test_a_packed_bf16_product_is_a_convolution_of_one_point(rows: tuple[int, ...], bias: bool) -> None:
@@ -42,7 +44,7 @@ def test_a_packed_bf16_product_is_a_convolution_of_one_point(rows: tuple[int, ..
     assert PACK_CONV in targets(fragment, prepare=True)
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("name", ["mm", "addmm"])
 def test_products_of_matrices(name: str, dtype: torch.dtype) -> None:
     g = Sketch()
@@ -65,6 +67,7 @@ def test_what_would_make_it_a_reference_kernel_does_not(name: str, args: dict[st
     assert targets(check(g, [g.op(name, y, **args)])) == [LINEAR, f"kernel {name}"]
 
 
+@needs_bf16
 def test_nothing_rides_on_a_bf16_product() -> None:
     g, y = _linear(BF16)
     found = targets(check(g, [g.op("relu", y)]))

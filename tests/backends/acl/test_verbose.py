@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fusewright_acl import verbose
+from tests.hosts import FLOATS
 
 LINES = """onednn_verbose,v1,info,oneDNN v3.7.1 (commit 8d263e69)
 onednn_verbose,v1,primitive,info,template:operation,engine,primitive,implementation,prop_kind,memory_descriptors
@@ -29,8 +30,9 @@ def test_heavy_reference_kernels_are_named_and_light_ones_are_not() -> None:
     assert [e.implementation for e in verbose.references(verbose.parse(LINES))] == ["ref:any", "gemm:ref", "conv:any+ref:any"]
 
 
-def test_what_a_call_executes(capfd: pytest.CaptureFixture[str]) -> None:
-    x, w = torch.randn(8, 64).bfloat16(), torch.randn(32, 64).bfloat16()
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_what_a_call_executes(dtype: torch.dtype, capfd: pytest.CaptureFixture[str]) -> None:
+    x, w = torch.randn(8, 64, dtype=dtype), torch.randn(32, 64, dtype=dtype)
     packed = torch.ops.mkldnn._reorder_linear_weight(w, 8)
 
     def run() -> None:

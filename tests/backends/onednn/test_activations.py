@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from fusewright import report
+from tests.hosts import FLOATS
 
 C = math.sqrt(2 / math.pi)
 
@@ -44,7 +45,7 @@ def compiled(curve: Curve, product: torch.nn.Module, x: torch.Tensor) -> tuple[t
     return made, {op.op: op.note for op in graph.ops}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("name", SPELLED)
 def test_a_spelled_activation_is_in_its_products_call(name: str, dtype: torch.dtype) -> None:
     product, x = torch.nn.Linear(64, 32).to(dtype).eval(), torch.randn(2, 16, 64, dtype=dtype)

@@ -15,6 +15,7 @@ from fusewright.cache import tune
 from fusewright.toolkit.region.builder import Builder
 from fusewright_cpu.kernels.by_hand import Attention
 from fusewright_cpu.onednn import choices
+from tests.hosts import FLOATS, needs_bf16
 
 pytestmark = [pytest.mark.usefixtures("fresh_dynamo"), pytest.mark.hardware("x86_onednn")]
 
@@ -92,6 +93,7 @@ def test_nothing_crashes_and_says_so() -> None:
     assert graphs and not [b for g in graphs for b in g.bugs]
 
 
+@needs_bf16
 def test_a_batch_norm_is_folded_under_autocast() -> None:
     """Autocast puts a cast between the weight and the convolution, in a region of its own."""
     m = torch.nn.Sequential(torch.nn.Conv2d(8, 16, 3), torch.nn.BatchNorm2d(16), torch.nn.ReLU()).eval()
@@ -238,7 +240,7 @@ class _Whisper(torch.nn.Module):
         return F.scaled_dot_product_attention(q, k, v, scale=1.0).transpose(1, 2).contiguous().view(x.shape)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("ours", [False, True])
 def test_attention_reads_heads_where_the_projections_left_them(
     dtype: torch.dtype, ours: bool, monkeypatch: pytest.MonkeyPatch
@@ -267,7 +269,10 @@ def test_a_copy_of_keys_that_is_returned_stays() -> None:
 
 
 @pytest.mark.parametrize("factor", [0.125, 4.0, 0.3, -0.5])
-@pytest.mark.parametrize(("dtype", "form"), [(torch.float32, "packed"), (torch.float32, "mkl"), (torch.bfloat16, "dense")])
+@pytest.mark.parametrize(
+    ("dtype", "form"),
+    [(torch.float32, "packed"), (torch.float32, "mkl"), pytest.param(torch.bfloat16, "dense", marks=needs_bf16)],
+)
 def test_a_power_of_two_behind_a_product_is_in_its_weight(
     factor: float, dtype: torch.dtype, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

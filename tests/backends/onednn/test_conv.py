@@ -7,6 +7,7 @@ import torch
 
 from tests.backends.onednn.common import BF16, F32, check, compiled
 from tests.fragments import Sketch, targets
+from tests.hosts import FLOATS, needs_bf16
 
 CONV, CONV_ADD = "mkldnn::_convolution_pointwise", "mkldnn::_convolution_pointwise.binary"
 PACK = "mkldnn::_reorder_convolution_weight"
@@ -37,7 +38,7 @@ class Net(Sketch):
         return self.input(torch.randn(2, c, 7, 7, dtype=self.dtype))
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("bias", [True, False])
 def test_batch_norm_is_folded_into_the_weights(dtype: torch.dtype, bias: bool) -> None:
     g = Net(dtype)
@@ -54,6 +55,7 @@ def test_statistics_that_are_used_keep_the_batch_norm() -> None:
     assert "aten::_native_batch_norm_legit_no_training" in targets(check(g, [y, mean]))
 
 
+@needs_bf16
 @pytest.mark.parametrize("bias", [True, False])
 def test_a_folded_shift_is_not_rounded(bias: bool) -> None:
     """An average over the image preserves an error that is the same at every point."""
@@ -70,7 +72,7 @@ def test_a_folded_shift_is_not_rounded(bias: bool) -> None:
 
 
 @pytest.mark.parametrize("groups", [1, 8])
-@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("dtype", FLOATS)
 def test_residual_block(groups: int, dtype: torch.dtype) -> None:
     g = Net(dtype)
     x = g.image()
@@ -81,7 +83,7 @@ def test_residual_block(groups: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("groups", [1, 8])
-@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("dtype", FLOATS)
 def test_an_addition_rides_where_it_pays(groups: int, dtype: torch.dtype) -> None:
     """In fp32 fusing it does not pay, and torch cannot fuse it after a grouped convolution."""
     g = Net(dtype)
@@ -91,6 +93,7 @@ def test_an_addition_rides_where_it_pays(groups: int, dtype: torch.dtype) -> Non
     assert targets(check(g, [y], "onednn")) == ([CONV_ADD, COPY] if fused else [CONV, "kernel add_clone"])
 
 
+@needs_bf16
 def test_relu_between_convolutions_stays_channels_last() -> None:
     g = Net(BF16)
     y = g.op("relu", g.norm(g.conv(g.image(), 8, 8), 8))
@@ -99,6 +102,7 @@ def test_relu_between_convolutions_stays_channels_last() -> None:
     assert targets(check(g, [z], finite_math=True)) == [CONV, CONV_ADD, COPY]
 
 
+@needs_bf16
 def test_an_addition_goes_to_one_of_two_convolutions() -> None:
     g = Net(BF16)
     x = g.image()
@@ -151,7 +155,7 @@ def test_prepack_option(prepack: str) -> None:
     assert (targets(fragment)[0] == "aten::convolution") == (prepack == "never")
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize(("groups", "stride", "dilation"), [(1, 1, 1), (1, 2, 1), (8, 1, 2)])
 def test_a_sequence_runs_as_images_of_height_one(dtype: torch.dtype, groups: int, stride: int, dilation: int) -> None:
     g = Net(dtype)
@@ -163,6 +167,7 @@ def test_a_sequence_runs_as_images_of_height_one(dtype: torch.dtype, groups: int
     assert names.count(CONV) == 2 and not any("gelu" in n or "batch_norm" in n for n in names)
 
 
+@needs_bf16
 def test_an_addition_rides_behind_a_convolution_of_a_sequence() -> None:
     g = Net(BF16)
     x = g.input(torch.randn(2, 8, 21, dtype=BF16))

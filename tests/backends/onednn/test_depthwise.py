@@ -12,6 +12,7 @@ from fusewright.interface import Value
 from tests.backends.onednn.common import BF16, F32, check, close, compiled
 from tests.backends.onednn.test_conv import CONV, COPY, Net
 from tests.fragments import targets
+from tests.hosts import FLOATS
 
 KERNEL = "kernel depthwise_"
 
@@ -29,7 +30,7 @@ def calls(found: list[str]) -> list[str]:
     return [KERNEL if t.startswith(KERNEL) else t for t in found]
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize("special", [None, math.nan, math.inf, -math.inf])
 def test_an_inverted_residual_is_three_calls(dtype: torch.dtype, stride: int, special: float | None) -> None:
@@ -44,7 +45,7 @@ def test_an_inverted_residual_is_three_calls(dtype: torch.dtype, stride: int, sp
     assert calls(targets(check(g, [g.conv(y, 24, 8, k=1)]))) == [CONV, KERNEL, CONV, COPY]
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("after", ["silu", "hardswish", "relu", ""])
 @pytest.mark.parametrize("k, stride", [(3, 1), (3, 2), (5, 1), (5, 2)])
 def test_the_faster_one_computes_it(dtype: torch.dtype, after: str, k: int, stride: int) -> None:
@@ -58,7 +59,7 @@ def test_the_faster_one_computes_it(dtype: torch.dtype, after: str, k: int, stri
     assert calls(targets(check(g, [y], "onednn", finite_math=True))) == [CONV, CONV, COPY]
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("first", ["silu", "hardswish"])
 @pytest.mark.parametrize("special", [None, math.nan, math.inf, -math.inf])
 def test_an_activation_is_in_the_kernel_that_reads_it(dtype: torch.dtype, first: str, special: float | None) -> None:

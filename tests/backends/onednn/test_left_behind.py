@@ -10,6 +10,7 @@ import torch
 from fusewright.report import recording
 from fusewright_cpu.onednn import left_behind
 from fusewright_cpu.onednn.left_behind import Shapes
+from tests.hosts import FLOATS
 
 
 class Model:
@@ -51,7 +52,7 @@ def test_code_that_was_compiled_and_dropped_counts_and_eager_takes_over(monkeypa
     assert found[2] == found[3] and found[0] == found[4] != found[2]
 
 
-@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", FLOATS)
 def test_only_bf16_products_of_symbolic_rows_go_to_onednn_where_eagers_do_so_too(kind: torch.dtype) -> None:
     model = torch.nn.Linear(64, 256, dtype=kind).eval()
     with torch.no_grad(), recording() as reports:

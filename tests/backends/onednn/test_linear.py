@@ -15,6 +15,7 @@ from fusewright_cpu.onednn.choices import Product, Unary, _linear_thunk, _matrix
 from fusewright_onednn.backend import X86OneDnn
 from tests.backends.onednn.common import BF16, DEVICE, F32, check, close, compiled
 from tests.fragments import Sketch, symbolic, targets
+from tests.hosts import FLOATS
 
 LINEAR, PACK = "mkldnn::_linear_pointwise", "mkldnn::_reorder_linear_weight"
 MKL, PACK_MKL = "mkl::_mkl_linear", "mkl::_mkl_reorder_linear_weight"
@@ -33,7 +34,7 @@ def _linear(dtype: torch.dtype = F32, bias: bool = True, rows: tuple[int, ...] =
 
 @pytest.mark.parametrize("form", ["packed", "dense", "aten"])
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("dtype", FLOATS)
 def test_linear_in_each_form(form: str, bias: bool, dtype: torch.dtype) -> None:
     g, y = _linear(dtype, bias)
     fragment = check(g, [y], form)
@@ -53,7 +54,7 @@ def test_linear_in_each_form(form: str, bias: bool, dtype: torch.dtype) -> None:
         ("leaky_relu", {"negative_slope": 0.2}),
     ],
 )
-@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("dtype", FLOATS)
 def test_a_unary_op_rides_on_the_product(name: str, args: dict[str, object], dtype: torch.dtype) -> None:
     g, y = _linear(dtype)
     z = g.op(name, y, **args)
@@ -70,7 +71,7 @@ def test_what_loses_nan_rides_only_under_finite_math(name: str, args: tuple[floa
 
 @in_mkl
 @pytest.mark.parametrize(("rows", "packs"), [((2, 256), True), ((2, 8), False)])
-@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("dtype", FLOATS)
 def test_only_large_fp32_products_are_packed_for_mkl(dtype: torch.dtype, rows: tuple[int, ...], packs: bool) -> None:
     g, y = _linear(dtype, rows=rows)
     fragment = check(g, [y], "mkl")
@@ -155,7 +156,7 @@ def test_prepack_option(prepack: str) -> None:
     assert bool(targets(check(g, [y], "dense", prepack=prepack), prepare=True)) == (prepack == "always")
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("dtype", FLOATS)
 def test_a_transposed_first_matrix_is_copied_by_a_kernel(dtype: torch.dtype) -> None:
     """This occurs in the gradient of a weight. In bf16 eager's product reads it efficiently, so there is no such form."""
     g = Sketch()

@@ -9,6 +9,7 @@ import torch
 
 from tests.backends.onednn.common import BF16, F32, check, compiled
 from tests.fragments import Sketch, targets
+from tests.hosts import needs_bf16
 
 CONV = "mkldnn::_convolution_pointwise"
 
@@ -53,6 +54,7 @@ def test_statistics_that_are_read_are_eagers() -> None:
     assert "aten::native_group_norm" in targets(check(g, outs))
 
 
+@needs_bf16
 def test_bf16_is_eagers() -> None:
     """Eager computes in fp32, where the cancellation error is far below a rounding step of bf16."""
     g = Sketch()

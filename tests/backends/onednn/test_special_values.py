@@ -10,6 +10,7 @@ import torch
 from fusewright_cpu.onednn.patterns import POST_OPS
 from tests.backends.onednn.common import BF16, F32, compiled
 from tests.fragments import Sketch, targets
+from tests.hosts import FLOATS
 
 ARGS = {"clamp": (0.0, 6.0), "leaky_relu": (0.1,)}
 VALUES = [math.nan, math.inf, -math.inf, 0.0, -0.0, 1.5, -1.5, 90.0, -90.0, 1e30, -1e30]
@@ -25,7 +26,7 @@ def _through(name: str, dtype: torch.dtype, finite_math: bool) -> tuple[torch.Te
 
 
 @pytest.mark.parametrize("name", POST_OPS)
-@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("dtype", FLOATS)
 def test_special_values_follow_eager(name: str, dtype: torch.dtype) -> None:
     ours, eager, _ = _through(name, dtype, finite_math=False)
     if name == "gelu":  # eager itself returns inf or NaN for +inf, depending on the element's position in the vector

@@ -12,6 +12,7 @@ from tests.backends.cpu.amx.simulated import simulate_linears
 from tests.backends.onednn.common import BF16, F32, check
 from tests.backends.onednn.test_conv import Net
 from tests.fragments import Sketch, targets
+from tests.hosts import needs_bf16
 
 pytestmark = pytest.mark.skipif(not host_target().masks, reason="this CPU has no masked stores")
 
@@ -85,7 +86,10 @@ def test_siblings_become_one_launch() -> None:
 
 @pytest.mark.parametrize(
     ("rows", "k", "dtype", "prepack"),
-    [(31, 32, BF16, "auto"), (40, 40, BF16, "auto"), (40, 32, F32, "auto"), (40, 32, BF16, "never")],
+    [
+        pytest.param(31, 32, BF16, "auto", marks=needs_bf16), pytest.param(40, 40, BF16, "auto", marks=needs_bf16),
+        (40, 32, F32, "auto"), pytest.param(40, 32, BF16, "never", marks=needs_bf16),
+    ],
 )
 def test_other_products_are_left_to_onednn(rows: int, k: int, dtype: torch.dtype, prepack: str) -> None:
     g = Sketch()
@@ -93,12 +97,14 @@ def test_other_products_are_left_to_onednn(rows: int, k: int, dtype: torch.dtype
     assert not any("amx" in t for t in kernels(g, y, prepack=prepack))
 
 
+@needs_bf16
 def test_relu_stays_apart_where_onednn_multiplies() -> None:
     g = Sketch()
     y = g.op("relu", linear(g, g.input(torch.randn(40, 32, dtype=BF16)), 32))
     assert targets(check(g, [y], "packed")) == ["mkldnn::_linear_pointwise", "kernel relu"]
 
 
+@needs_bf16
 def test_a_bottleneck_is_three_calls() -> None:
     g = Net(BF16)
     x = g.op("relu", g.norm(g.conv(g.image(32), 32, 32, 1), 32))
@@ -117,6 +123,7 @@ def test_an_image_that_is_added_may_have_other_strides() -> None:
     assert "kernel amx_linear_bias_add" in kernels(g, y)
 
 
+@needs_bf16
 @pytest.mark.parametrize(("k", "c", "stride"), [(3, 32, 1), (1, 24, 1), (1, 32, 2)])
 def test_other_convolutions_are_left_to_onednn(k: int, c: int, stride: int) -> None:
     g = Net(BF16)
