@@ -291,6 +291,9 @@ class DevicePolicy:
     wider: Mapping[torch.dtype, torch.dtype] = field(default_factory=dict)
     """Types whose products and convolutions are computed in another type, for the device multiplies those several times as fast:
     operands are widened, and results are rounded to their own type. Since interface 1.7."""
+    few_rows: Mapping[torch.dtype, int] = field(default_factory=dict)
+    """Most rows of a linear of a type of `wider` that the backend multiplies as it is, since reading the dense weight takes all the
+    time. Since interface 1.7."""
     eager: tuple[Any, ...] = ()
     """Conditions under which the device's eager is faster than a kernel (`fusewright.toolkit.fuse.eager.Condition`)."""
     flops_per_second: float = 2e11

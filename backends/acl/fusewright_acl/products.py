@@ -15,14 +15,14 @@ import torch
 from fusewright.interface import OpView, TensorSpec, Value
 from fusewright.plan.ir import Ref
 from fusewright.toolkit.backend.candidates import Lazy, Thunk
-from fusewright.toolkit.ir.types import from_torch
 from fusewright.toolkit.region.builder import Builder, channels_last_strides, contiguous_strides
 from fusewright.toolkit.region.pattern import Match
 from fusewright_acl import fpmath
 from fusewright_acl.int8 import COLUMNS
 from fusewright_acl.rows import is_row_major, row_count, row_major, rows_fit
-from fusewright_cpu.kernels.by_hand import MOST_GEMV_ROWS, Bf16Linear, Gemv
-from fusewright_cpu.onednn.choices import FITTED, Product, penalised
+from fusewright_cpu.kernels.by_hand import Bf16Linear
+from fusewright_cpu.onednn import own
+from fusewright_cpu.onednn.choices import FITTED, Product, few_rows, penalised
 from fusewright_cpu.onednn.left_behind import SHAPES
 from fusewright_cpu.onednn.lowerings import (
     CONV,
@@ -67,7 +67,7 @@ def form_of(op: OpView, b: Builder) -> str:
     wide = min(product.k, product.n) >= LEAST
     if product.dtype is torch.float32 and b.ctx.options["fpmath"] == "bf16" and wide:
         return _bf16_form(op, product, b)
-    few, prepack = gemv_of(op, b) is not None, b.ctx.options["prepack"]
+    few, prepack = own.gemv_of(op, operands(op), b) is not None, b.ctx.options["prepack"]
     packs = spec_of(x).static and b.is_const(w) and prepack != "never" and wide
     packed = "packed" if product.dtype is torch.float32 else "point"
     if packs and prepack == "always":
@@ -94,23 +94,6 @@ def _bf16_form(op: OpView, product: Product, b: Builder) -> str:
         return "bf16_packed"
     candidates = {"bf16": _time_bf16(product.proxy()), "bf16_packed": _time_bf16_packed(product.proxy())}
     return b.ctx.choose(f"acl {product.key} {'/'.join(candidates)}", Lazy(candidates))
-
-
-def gemv_of(op: OpView, b: Builder) -> Gemv | None:
-    """Return the kernel for a product of few rows that reads the dense [n, k] weight in place, or None."""
-    p, (x, w, bias) = product_of(op), operands(op)
-    specs = [b.spec(x), b.spec(w)]
-    if p.m > MOST_GEMV_ROWS or not all(s.static for s in specs) or not _dense(specs[0], contiguous_strides(specs[0].shape)):  # type: ignore[arg-type]
-        return None
-    if not _dense(specs[1], (p.k, 1) if op.op == "linear" else (1, p.k)):
-        return None
-    kind = from_torch(p.dtype)
-    kernel = Gemv(p.m, kind, kind, "" if bias is None else from_torch(spec_of(bias).dtype))
-    return None if kernel.refused(host_target()) else kernel
-
-
-def _dense(spec: TensorSpec, stride: Sequence[int]) -> bool:
-    return all(n == 1 or s == d for n, s, d in zip(spec.shape, spec.stride, stride, strict=True))
 
 
 # -- writing each form
@@ -191,10 +174,9 @@ def _bf16_packed(m: Match, b: Builder) -> str:
 
 def _gemv(m: Match, b: Builder) -> str:
     op, p = m.anchor, product_of(m.anchor)
-    kernel = gemv_of(op, b)
+    kernel = own.gemv_of(op, operands(op), b)
     assert kernel is not None
-    values = [v for v in operands(op) if v is not None]
-    b.launch(kernel, hash_of(kernel), values, (p.n, p.k), (), out=op.out, op=op)
+    own.emit_few_rows(kernel, operands(op), (p.n, p.k), op.out, op, b)
     b.close_call((op,))
     return "product of few rows in one kernel"
 
@@ -269,12 +251,8 @@ def _time_point(p: Product) -> Callable[[], Thunk]:
 
 def _time_gemv(p: Product) -> Callable[[], Thunk]:
     def make() -> Thunk:
-        given = [t for t in _tensors(p) if t is not None]
-        kind = from_torch(p.dtype)
-        kernel = Gemv(p.m, kind, kind, kind if p.bias else "")
-        launcher = compile_kernels([kernel]).launcher(kernel)
-        given.append(torch.empty(p.m, p.n, dtype=p.dtype))
-        return lambda: launcher(given, (p.n, p.k))
+        given, run = _tensors(p), few_rows(p)
+        return lambda: run(*given)
 
     return make
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -19,7 +20,7 @@ from fusewright.graph.constants import COMPUTED_ONCE
 from fusewright.graph.effects import drop_dead_code
 from fusewright.graph.verify import UNTRUSTED
 from fusewright.graph.view import is_op, is_projection
-from fusewright.interface import RuleLog, hint
+from fusewright.interface import DevicePolicy, RuleLog, hint
 from fusewright.rewrite.engine import Rewriter
 
 ID = "product.wider"
@@ -36,36 +37,44 @@ SUMMED: Mapping[str, tuple[str, slice]] = {
 LEAST_PRODUCTS = 1 << 15
 """Below these multiplications, more calls cost more than wider ones gain."""
 
-Types = Mapping[torch.dtype, torch.dtype]
 
-
-def widen(graph: Graph, types: Types, log: RuleLog) -> None:
-    """Rewrite a canonical graph in place: products of a type of `types` are computed in the type that it names."""
-    if not types or ID in log.disabled:
+def widen(graph: Graph, policy: DevicePolicy, log: RuleLog) -> None:
+    """Rewrite a canonical graph in place: products of a type of `policy.wider` are computed in the type that it names."""
+    if not policy.wider or ID in log.disabled:
         return
     rewriter = Rewriter(graph, log)
     for node in list(graph.nodes):
-        wide = _wider(node, types)
+        wide = _wider(node, policy)
         if wide is not None and log.allows(ID) and _widened(rewriter, node, wide):
             log.hit(ID)
             graph.erase_node(node)
     drop_dead_code(graph)
 
 
-def _wider(node: Node, types: Types) -> torch.dtype | None:
+def _wider(node: Node, policy: DevicePolicy) -> torch.dtype | None:
     """Return the type in which to compute a node; None leaves it as it is."""
     row = ops.find(node.target) if is_op(node) else None
     if row is None or row.name not in SUMMED or UNTRUSTED in node.meta:
         return None
     operands = [spec.value_of(n) for n in node.all_input_nodes]
-    if not all(isinstance(t, torch.Tensor) and t.dtype in types for t in operands):
+    if not all(isinstance(t, torch.Tensor) and t.dtype in policy.wider for t in operands):
         return None
     name, sizes = SUMMED[row.name]
-    operand = spec.value_of(row.bind(node.args, node.kwargs)[name])
+    given = row.bind(node.args, node.kwargs)
+    operand = spec.value_of(given[name])
     summed = math.prod(hint(spec.size(n)) for n in operand.shape[sizes])
     result = operands[0] if row.name == "conv_backward" else spec.value_of(node)
-    found = {types[t.dtype] for t in operands}
-    return found.pop() if len(found) == 1 and summed * spec.tensor_spec(result).numel_hint() >= LEAST_PRODUCTS else None
+    found = {policy.wider[t.dtype] for t in operands}
+    small = summed * spec.tensor_spec(result).numel_hint() < LEAST_PRODUCTS
+    return None if small or len(found) > 1 or (row.name == "linear" and _reads_weight(given, policy)) else found.pop()
+
+
+def _reads_weight(linear: Mapping[str, Any], policy: DevicePolicy) -> bool:
+    """Return whether a linear has so few rows that reading its weight takes all the time."""
+    operands = [spec.value_of(linear[name]) for name in ("input", "weight")]
+    x, w = map(spec.tensor_spec, operands)
+    dense = x.static and w.static and all(t.is_contiguous() for t in operands)
+    return dense and x.numel_hint() <= policy.few_rows.get(x.dtype, 0) * hint(x.shape[-1])
 
 
 def _widened(r: Rewriter, node: Node, wide: torch.dtype) -> bool:

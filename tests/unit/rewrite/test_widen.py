@@ -8,16 +8,16 @@ import torch
 from fusewright.graph import verify
 from fusewright.graph.parser import parse
 from fusewright.graph.printer import to_text
-from fusewright.interface import RuleLog
+from fusewright.interface import DevicePolicy, RuleLog
 from fusewright.rewrite.widen import ID, widen
 
-WIDER = {torch.bfloat16: torch.float32}
+WIDER = DevicePolicy(wider={torch.bfloat16: torch.float32}, few_rows={torch.bfloat16: 4})
 XW = "%0: bf16[32,64] = input('x')\n%1: bf16[128,64] = input('w')\n"
 
 
-def _text(before: str, log: RuleLog | None = None, wider: dict[torch.dtype, torch.dtype] | None = None) -> str:
+def _text(before: str, log: RuleLog | None = None, policy: DevicePolicy = WIDER) -> str:
     graph = parse(before)
-    widen(graph, WIDER if wider is None else wider, log or RuleLog())
+    widen(graph, policy, log or RuleLog())
     verify.check(graph, "widen")
     return to_text(graph)
 
@@ -55,6 +55,8 @@ def test_each_gradient_of_a_convolution_is_rounded() -> None:
         ("%2: bf16[32,64] = mul(%0, 2)\nreturn [%2]\n", "it is no product"),
         ("%2: f32[32,64] = cast(%0, dtype=torch.float32)\n%3: f32[64,32]{1,64} = t(%2)\n"
          "%4: f32[32,32] = mm(%2, %3)\nreturn [%4]\n", "it is wide already"),
+        ("%2: bf16[4,512] = input('a')\n%3: bf16[64,512] = input('b')\n%4: bf16[4,64] = linear(%2, %3, None)\nreturn [%4]\n",
+         "its weight is read once"),
         ("%2: bf16[2,2] = input('a')\n%3: bf16[2,2] = mm(%2, %2)\nreturn [%3]\n", "it is small"),
     ],
 )  # fmt: skip
@@ -66,7 +68,7 @@ def test_it_can_be_switched_off_and_runs_on_fuel() -> None:
     before = XW + "%2: bf16[32,128] = linear(%0, %1, None)\nreturn [%2]\n"
     assert _text(before, RuleLog(disabled=(ID,))) == before
     assert _text(before, RuleLog(fuel=0)) == before
-    assert _text(before, wider={}) == before
+    assert _text(before, policy=DevicePolicy()) == before
 
 
 def test_a_result_keeps_its_strides() -> None:

@@ -15,8 +15,8 @@ import torch
 
 from fusewright.interface import CompileContext, TensorSpec
 from fusewright.toolkit.backend.candidates import Lazy, Thunk
-from fusewright.toolkit.ir.types import to_torch
-from fusewright_cpu.kernels.by_hand import DEPTHWISE_CHANNELS, Attention, Depthwise
+from fusewright.toolkit.ir.types import from_torch, to_torch
+from fusewright_cpu.kernels.by_hand import DEPTHWISE_CHANNELS, Attention, Depthwise, Gemv
 from fusewright_cpu.onednn import own
 from fusewright_cpu.onednn.patterns import POST_OPS
 from fusewright_cpu.run.jit import compile_kernels
@@ -46,11 +46,13 @@ class Fitted:
     more than the product takes."""
     mkl_flops: float
     """The least work for which a weight in MKL's layout is measured: below it, eager's call packs the weight in no time."""
+    gemv_weight: int
+    """The least elements of a weight for which our product of few rows is measured: smaller ones stay in a cache."""
 
 
 FITTED = Fitted(
     "2-core AMD Zen 5 virtual machine (AVX-512), 2026-11-21, docs/studies/onednn.md",
-    packed_gain=1.04, copy=1.5, small_product=1 << 15, mkl_flops=1e6,
+    packed_gain=1.04, copy=1.5, small_product=1 << 15, mkl_flops=1e6, gemv_weight=1 << 18,
 )  # fmt: skip
 
 
@@ -132,9 +134,9 @@ NOTHING = Unary()
 
 
 def linear_form(ctx: CompileContext, product: Product, forms: Sequence[str], after: Unary = NOTHING) -> str:
-    """Return "aten", "dense", "packed", "mkl", "own" or "copied", the fastest of `forms`. "aten" is eager's call (MKL for fp32);
-    "copied" is "dense" after a kernel has copied a transposed x to rows, for which oneDNN's own copy takes several times as
-    long; "own" is our kernel."""
+    """Return the fastest of `forms`. "aten" is eager's call (MKL for fp32); "dense", "packed" and "mkl" are oneDNN's call with the
+    weight as it is, and a weight in oneDNN's or MKL's layout; "copied" is "dense" after a kernel has copied a transposed x to rows,
+    for which oneDNN's own copy takes several times as long; "own" and "gemv" are our kernels."""
     if len(forms) == 1:
         return forms[0]
     matrix = cache(_matrix)
@@ -168,6 +170,9 @@ def _linear_thunk(p: Product, form: str, matrix: Matrix, columns: int = 0, after
             turn = weights(lambda: torch.ops.mkldnn._reorder_linear_weight(w, p.m))
             return penalised(lambda: fused(next(turn)), FITTED.packed_gain)
         turn = weights(w.clone)
+        if form == own.FEW_ROWS:
+            few = few_rows(p)
+            return lambda: after.apart(few(x, next(turn), b))
         if form == "aten":
             return lambda: after.apart(torch.nn.functional.linear(x, next(turn), b))
         if form == "dense":
@@ -197,6 +202,20 @@ def own_product(kernel: own.Linear, m: int, k: int, n: int, scalars: Sequence[fl
         out = torch.empty(m, n, dtype=dtype)
         x, *other = rows
         launcher([x, next(turn), *bias, *other, out], (m, n, k, k), scalars)
+        return out
+
+    return run
+
+
+def few_rows(p: Product) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]:
+    """Return our own kernel for a product of few rows, as a function of input, weight [n, k] and bias."""
+    kind = from_torch(p.dtype)
+    kernel = Gemv(p.m, kind, kind, kind if p.bias else "")
+    launcher = compile_kernels([kernel]).launcher(kernel)
+
+    def run(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        out = torch.empty(p.m, p.n, dtype=p.dtype)
+        launcher([x, w, *([] if bias is None else [bias]), out], (p.n, p.k))
         return out
 
     return run

@@ -12,6 +12,7 @@ import torch
 from fusewright import machine
 from fusewright.interface import CompileContext, Compiled, DevicePolicy, OpView, Region, Verdict, Why
 from fusewright.toolkit.backend.fused import FusedBackend, imported_later
+from fusewright_cpu.kernels.by_hand import MOST_GEMV_ROWS
 from fusewright_cpu.loader import llvm_loader
 
 if TYPE_CHECKING:
@@ -103,7 +104,8 @@ class OneDnnBackend(FusedBackend):
 
     def policy(self) -> DevicePolicy:
         features = self.running_on().features
-        return replace(super().policy(), wider={t: torch.float32 for t, feature in self.halves.items() if feature not in features})
+        wider = {t: torch.float32 for t, feature in self.halves.items() if feature not in features}
+        return replace(super().policy(), wider=wider, few_rows={torch.bfloat16: MOST_GEMV_ROWS})
 
     def fingerprint(self) -> str:
         """Include oneDNN's external settings: measured choices depend on them."""

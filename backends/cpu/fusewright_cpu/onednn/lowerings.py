@@ -13,14 +13,14 @@ from typing import Any, TypeAlias
 import torch
 
 from fusewright import ops
-from fusewright.interface import OpView, TensorSpec, Value, Verdict, hint
+from fusewright.interface import Device, OpView, TensorSpec, Value, Verdict, hint
 from fusewright.plan.ir import Ref
 from fusewright.toolkit.backend.library import LoweringTable
 from fusewright.toolkit.ir.types import from_torch
 from fusewright.toolkit.region.builder import Builder, channels_last_strides, contiguous_strides, metadata
 from fusewright.toolkit.region.pattern import Chain, Match, chain, find, siblings
 from fusewright.toolkit.region.rewrite import Row
-from fusewright_cpu.kernels.by_hand import Attention
+from fusewright_cpu.kernels.by_hand import MOST_GEMV_ROWS, Attention
 from fusewright_cpu.onednn import choices, depthwise, own, patterns, pointwise_conv, sums
 from fusewright_cpu.onednn.choices import FITTED, NOTHING, Product, Unary
 from fusewright_cpu.onednn.folding import folded
@@ -41,12 +41,17 @@ CONV_ADD = "mkldnn::_convolution_pointwise.binary"
 PACK_CONV = "mkldnn::_reorder_convolution_weight.default"
 
 
-ATTENTION = dict.fromkeys(FLOATS, "")
-"""Types of our attention kernel, which multiplies floats where the CPU has no products of bf16, and what they need."""
+OWN = dict.fromkeys(FLOATS, "")
+"""Types of our own kernels, which multiply floats where the CPU has no products of bf16, and what they need."""
 MASKS = (torch.float32, torch.bfloat16, torch.bool)
 """Dtypes of attention masks that our kernel reads."""
 
 LOWERINGS: LoweringTable[OpCode] = LoweringTable()
+
+
+def multiplies(dtype: torch.dtype, device: Device) -> bool:
+    """Return whether oneDNN multiplies this type on a device."""
+    return not FLOATS[dtype] or FLOATS[dtype] in device.features
 
 
 def spec_of(value: Any) -> TensorSpec:
@@ -105,11 +110,13 @@ def product_of(op: OpView) -> Product:
 
 
 def linear_form(m: Match, b: Builder) -> str:
-    """Return the form of a product: "aten", "dense", "packed", "mkl" or "copied". Only constants are packed, for a fixed number of
-    rows."""
+    """Return the form of a product (see `choices.linear_form`). Only constants are packed, for a fixed number of rows."""
     op = m.anchor
     product = product_of(op)
     x, w, _ = operands(op)
+    few = [own.FEW_ROWS] if product.k * product.n >= FITTED.gemv_weight and own.gemv_of(op, operands(op), b) else []
+    if not multiplies(product.dtype, b.ctx.device):
+        return choices.linear_form(b.ctx, product, ("aten", *few), unary_of(m, b))
     if not spec_of(x).static:  # oneDNN generates and keeps code for each number of rows; eager's fp32 library does not
         small = product.m * product.k * product.n < FITTED.small_product
         return "aten" if small or product.dtype is torch.float32 else "dense"
@@ -121,11 +128,11 @@ def linear_form(m: Match, b: Builder) -> str:
         tall = (
             not product.x_rows and product.dtype is torch.float32
         )  # in bf16 eager calls oneDNN, which handles such rows well
-        forms = ("aten", "dense", "copied") if tall else ("aten", "dense")
+        forms = ("aten", "dense", "copied") if tall else ("aten", "dense", *few)
         return choices.linear_form(b.ctx, product, forms, unary_of(m, b))
     if prepack == "always":
         return "packed"
-    return choices.linear_form(b.ctx, product, ("aten", "dense", *product.packed_forms), unary_of(m, b))
+    return choices.linear_form(b.ctx, product, ("aten", "dense", *few, *product.packed_forms), unary_of(m, b))
 
 
 def unary_of(m: Match, b: Builder) -> Unary:
@@ -140,8 +147,16 @@ def unary_of(m: Match, b: Builder) -> Unary:
     )
 
 
+def few_rows_reason(op: OpView) -> str | None:
+    """Return why our own kernel for few rows, which needs no instructions of a half type, does not take a product."""
+    reason = linear_reason(op) if op.op == "linear" else mm_reason(op)
+    rows = product_of(op).m if reason is None else 0
+    return f"more than {MOST_GEMV_ROWS} rows" if rows > MOST_GEMV_ROWS else reason
+
+
 @LOWERINGS.add("linear", dtypes=FLOATS, dynamic=True, when=linear_reason)
 @LOWERINGS.add("mm", "addmm", dtypes=FLOATS, dynamic=True, when=mm_reason)
+@LOWERINGS.add("linear", "mm", "addmm", dtypes=OWN, when=few_rows_reason)
 def linear(m: Match, b: Builder) -> None:
     """Emit input @ weight.T + bias, and a unary op that follows."""
     op = m.anchor
@@ -153,8 +168,14 @@ def linear(m: Match, b: Builder) -> None:
         return
     x, w, given = operands(op)
     unary = m.get("unary")
-    if unary is not None and form != own.FORM and (form == "mkl" or not rides(unary, b)):
+    if unary is not None and form != own.FORM and (form in ("mkl", own.FEW_ROWS) or not rides(unary, b)):
         m = replace(m, ops=tuple(part for part in m.ops if part is not unary), captures={**m.captures, "unary": None})
+    kernel = own.gemv_of(op, operands(op), b) if form == own.FEW_ROWS else None
+    if kernel is not None:
+        factored = (v if v is None or m.get("factor") is None else Value(scaled(b.exact(v), m, b).id, None) for v in (w, given))
+        own.emit_few_rows(kernel, (x, *factored), (product_of(op).n, product_of(op).k), m.last.out, op, b)
+        _noted(m, unary, form, b)
+        return
     weight, bias = scaled(weight_of(op, w, b), m, b), None if given is None else scaled(b.exact(given), m, b)
     if form == own.FORM:
         after = unary_of(m, b).own
@@ -164,13 +185,18 @@ def linear(m: Match, b: Builder) -> None:
     else:
         x = with_rows(x, m, b)
         emit_linear(m, b, b.row_major(x) if form == "copied" else x, weight, bias, form)
+    _noted(m, unary, form, b)
+
+
+def _noted(m: Match, unary: OpView | None, form: str, b: Builder) -> None:
+    """Close the call of a product, note its form, and leave a unary op that it does not compute."""
     b.close_call(m.ops)
     note_parts(m, b, LIBRARIES.get(form, f"oneDNN linear, {form}"))
     if unary is not None and m.get("unary") is None:
         b.leave(unary)
 
 
-LIBRARIES = {"mkl": "MKL linear, packed", own.FORM: "linear in one kernel"}
+LIBRARIES = {"mkl": "MKL linear, packed", own.FORM: "linear in one kernel", own.FEW_ROWS: "linear of few rows in one kernel"}
 """How reports call the forms that are not oneDNN's."""
 
 
@@ -241,7 +267,8 @@ def _siblings(m: Match, b: Builder) -> Match | None:
         if not LOWERINGS.supports(op, b.ctx.device):
             return False
         _, w, bias = operands(op)
-        fixed = b.ctx.options["prepack"] != "never" and spec_of(op.arg("input")).static
+        x = spec_of(op.arg("input"))
+        fixed = b.ctx.options["prepack"] != "never" and x.static and multiplies(x.dtype, b.ctx.device)
         alone, part = (find(p, op, b.graph, b, b.ctx.rules.allows) for p in (patterns.PRODUCT, patterns.SCALED))
         if not (fixed and b.is_const(w) and b.is_const(bias)) or alone is None or part is None or alone.get("unary") is not None:
             return False
@@ -436,7 +463,7 @@ def sdpa_reason(op: OpView) -> str | None:
     return None if op.arg("scale") is None or isinstance(op.arg("scale"), int | float) else "a scale that is computed"
 
 
-@LOWERINGS.add("sdpa", "sdpa_with_lse", dtypes=ATTENTION, dynamic=True, when=sdpa_reason)
+@LOWERINGS.add("sdpa", "sdpa_with_lse", dtypes=OWN, dynamic=True, when=sdpa_reason)
 def sdpa(m: Match, b: Builder) -> None:
     """Emit softmax(q k^T * scale + mask) v with our own kernel (`fusewright_cpu.kernels.attention`) if it measures faster than
     torch's."""

@@ -1,6 +1,6 @@
-"""Products with a constant weight as our own kernels, where they measure faster than a library's: bf16 on AMX
-(`fusewright_cpu.kernels.amx_linear`), fp32 with AVX-512 (`vector_linear`). Their activations keep NaN, so they compute those as
-well that oneDNN's calls must not."""
+"""Products as our own kernels, where they measure faster than a library's: with a constant weight bf16 on AMX
+(`fusewright_cpu.kernels.amx_linear`) and fp32 with AVX-512 (`vector_linear`), whose activations keep NaN, so that they compute
+those as well that oneDNN's calls must not; and of few rows with any weight (`gemv`), which is read where it lies."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ import torch
 
 from fusewright.interface import OpView, TensorSpec, Value, hint
 from fusewright.plan.ir import Ref
+from fusewright.toolkit.ir.types import from_torch
 from fusewright.toolkit.region.builder import Builder, contiguous_strides
 from fusewright_cpu.kernels import amx_linear, vector_linear
-from fusewright_cpu.kernels.by_hand import AmxLinear, VectorLinear
+from fusewright_cpu.kernels.by_hand import MOST_GEMV_ROWS, AmxLinear, Gemv, VectorLinear
 from fusewright_cpu.run.sources import hash_of
 from fusewright_cpu.target import host_target
 
-FORM = "own"
-"""The form of a product (see `choices.linear_form`)."""
+FORM, FEW_ROWS = "own", "gemv"
+"""The forms of a product (see `choices.linear_form`)."""
 
 Linear: TypeAlias = AmxLinear | VectorLinear
 Packing: TypeAlias = Callable[[int, int], tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]
@@ -100,3 +101,32 @@ def _row_step(spec: TensorSpec) -> int | None:
         return k if dense == 1 else None
     even = all(outer == size * step for (_, outer), (size, step) in pairwise(rows))
     return rows[-1][1] if even and dense == 1 and rows[-1][1] >= k else None
+
+
+# -- few rows
+
+
+def gemv_of(op: OpView, operands: Sequence[Value | None], b: Builder) -> Gemv | None:
+    """Return the kernel for a product of few rows of dense [n, k] weights, given input, weight and bias, or None."""
+    x, w, bias = (None if v is None else b.spec(v) for v in operands)
+    assert x is not None and w is not None
+    if not (x.static and w.static):
+        return None
+    k = hint(x.shape[-1])
+    rows, weight = x.numel_hint() // max(k, 1), (k, 1) if op.op == "linear" else (1, k)
+    if not 0 < rows <= MOST_GEMV_ROWS or not _dense(x, contiguous_strides(x.shape)) or not _dense(w, weight):  # type: ignore[arg-type]
+        return None
+    kernel = Gemv(rows, from_torch(x.dtype), from_torch(w.dtype), "" if bias is None else from_torch(bias.dtype))
+    return None if kernel.refused(host_target()) else kernel
+
+
+def _dense(spec: TensorSpec, stride: Sequence[int]) -> bool:
+    return all(n == 1 or s == d for n, s, d in zip(spec.shape, spec.stride, stride, strict=True))
+
+
+def emit_few_rows(
+    kernel: Gemv, operands: Sequence[Value | None], sizes: tuple[int, int], out: Value, op: OpView, b: Builder
+) -> None:
+    """Emit the kernel that `gemv_of` returned for operands of these shapes; `sizes`: columns of the result, and of the input."""
+    made = b.with_layout(out, contiguous_strides(b.spec(out).shape))  # type: ignore[arg-type]
+    b.launch(kernel, hash_of(kernel), [v for v in operands if v is not None], sizes, (), out=made, op=op)

@@ -1,0 +1,79 @@
+"""Products of few rows, as in decoding: a kernel that reads the weight once, where it lies."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fusewright import report
+from fusewright_cpu.kernels.by_hand import Gemv
+from fusewright_cpu.target import host_target
+from fusewright_onednn import backend
+from tests.backends.onednn.common import BF16, DEVICE, F32, OPTIONS, check, close
+from tests.fragments import Context, Sketch, by_preference, targets
+
+pytestmark = pytest.mark.skipif(bool(Gemv(1, "f32", "f32").refused(host_target())), reason="this CPU has no masked loads or no FMA")
+WIDE = 1024
+"""Columns for which the weight is large enough for the kernel to be measured."""
+WITHOUT_BF16 = replace(DEVICE, features=frozenset())
+
+
+def _sketch(rows: tuple[int, ...], dtype: torch.dtype = F32, const: bool = True) -> tuple[Sketch, tuple[object, ...]]:
+    torch.manual_seed(0)
+    g = Sketch()
+    x, w = torch.randn(*rows, 264, dtype=dtype), torch.randn(WIDE, 264, dtype=dtype) / 16
+    return g, (g.input(x), g.input(w, const=const), g.input(torch.randn(WIDE, dtype=dtype), const=const))
+
+
+@pytest.mark.parametrize("const", [True, False])
+@pytest.mark.parametrize("rows", [(1,), (4,), (1, 1), (2, 2)])
+def test_the_weight_is_read_where_it_lies(rows: tuple[int, ...], const: bool) -> None:
+    g, given = _sketch(rows, const=const)
+    fragment = check(g, [g.op("gelu", g.op("linear", *given))], "gemv")
+    assert targets(fragment) == [f"kernel gemv_{rows[0] * rows[-1] ** (len(rows) - 1)}_f32_f32_bias", "kernel gelu"]
+    assert not targets(fragment, prepare=True)
+
+
+def test_a_factor_behind_it_is_in_the_weight() -> None:
+    g, given = _sketch((2,))
+    found = check(g, [g.op("mul", g.op("linear", *given), 0.125)], "gemv")
+    assert targets(found) == ["kernel gemv_2_f32_f32_bias"] and len(targets(found, prepare=True)) == 2
+
+
+def test_a_transposed_weight_is_read_so_and_others_are_not() -> None:
+    for dense in (True, False):
+        g = Sketch()
+        x, w = g.input(torch.randn(2, 264)), torch.randn(WIDE, 264).t() if dense else torch.randn(264, WIDE)
+        found = targets(check(g, [g.op("mm", x, g.input(w, const=True))], "gemv"))
+        assert found[0].startswith("kernel gemv_2") == dense
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(5, WIDE), (2, 16)])
+def test_more_rows_and_small_weights_stay_with_the_libraries(rows: int, columns: int) -> None:
+    g = Sketch()
+    y = g.op("linear", g.input(torch.randn(rows, 264)), g.input(torch.randn(columns, 264), const=True))
+    assert targets(check(g, [y], "gemv")) == ["mkldnn::_linear_pointwise"]
+
+
+def test_bf16_needs_no_instructions_for_it() -> None:
+    g, given = _sketch((3,), BF16)
+    y = g.op("linear", *given)
+    g.temporaries.clear()
+    ctx = Context(OPTIONS, WITHOUT_BF16, by_preference("gemv"), specs=g.temporaries)
+    fragment = backend.X86OneDnn(WITHOUT_BF16).compile(g.region([y]), ctx)
+    assert targets(fragment) == ["kernel gemv_3_bf16_bf16_bias"]
+    close(g.run(fragment, [y])[0], g.expected([y])[0])
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.hardware("x86_onednn")
+def test_a_linear_of_bf16_is_widened_only_for_more_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "half_features", frozenset)
+    m = torch.nn.Linear(264, WIDE).eval().bfloat16()
+    for rows, widened in ((4, 0), (8, 1)):
+        x = torch.randn(rows, 264).bfloat16()
+        with torch.no_grad(), report.recording() as graphs:
+            close(torch.compile(m, backend="x86_onednn", dynamic=False)(x), m(x))
+        assert graphs[0].rules["product.wider"] == widened
