@@ -26,7 +26,7 @@ from tests.backends.cpu.emit import test_math as elementary
 from tests.backends.cpu.test_aarch64_assembly import KERNELS, reversed_places
 from tests.backends.cpu.test_random_kernels import SETTINGS, Case, cases, same_bits
 from tests.backends.cpu.test_targets import transposed, weighted_pairs
-from tests.backends.onednn import test_depthwise_kernel as depthwise
+from tests.backends.onednn.kernels import test_depthwise_kernel as depthwise
 from tests.kernels import cumsum
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
