@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from fusewright import machine
+
 aten = torch.ops.aten
 F64, F32, BF16, I64, BOOL = torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool
 U8, I8 = torch.uint8, torch.int8
@@ -127,6 +129,16 @@ def attention(grad: Any, q: Any, k: Any, v: Any, causal: bool) -> list[Any]:
 
 def weight_norm(grad: Any, v: Any, g: Any, dim: int) -> list[Any]:
     return [grad, v, g, aten._weight_norm_interface(v, g, dim)[1], dim]
+
+
+# Without VNNI oneDNN adds pairs of products in 16 bits, which saturate unless weights have 7 bits
+# (https://uxlfoundation.github.io/oneDNN/dev_guide_int8_computations.html).
+_SATURATES = machine.arch() == "x86_64" and not {"avx512_vnni", "avx_vnni"} & machine.cpu_features()
+
+
+def q_weight(*shape: int) -> T:
+    """A weight of oneDNN's int8 calls, whose sums are exact on this machine."""
+    return T(shape, I8, *((-64, 64) if _SATURATES else (-128, 128)))
 
 
 def q_linear(qx: Any, w: Any, *rest: Any) -> list[Any]:
