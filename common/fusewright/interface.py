@@ -288,12 +288,10 @@ class DevicePolicy:
     """Number of compute threads: passed to every native kernel (`KernelCode.address`) and part of the keys of plans and of
     measured choices. None: one thread, and nothing depends on it."""
     splits: Splits = Splits()
-    wider: Mapping[torch.dtype, torch.dtype] = field(default_factory=dict)
-    """Types whose products and convolutions are computed in another type, for the device multiplies those several times as fast:
-    operands are widened, and results are rounded to their own type. Since interface 1.7."""
-    few_rows: Mapping[torch.dtype, int] = field(default_factory=dict)
-    """Most rows of a linear of a type of `wider` that the backend multiplies as it is, since reading the dense weight takes all the
-    time. Since interface 1.7."""
+    wider: Callable[[str, torch.dtype, int], torch.dtype | None] | None = None
+    """The type in which to compute a product, convolution or attention, given its row's name, its type and its number of rows (of a
+    matrix of fixed size, else `sys.maxsize`): a device may multiply another type several times as fast. Operands are widened, and
+    results are rounded to their own type. None: its own. Since interface 1.7."""
     eager: tuple[Any, ...] = ()
     """Conditions under which the device's eager is faster than a kernel (`fusewright.toolkit.fuse.eager.Condition`)."""
     flops_per_second: float = 2e11

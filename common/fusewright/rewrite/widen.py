@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping
-from typing import Any
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
 
 import torch
 from torch.fx import Graph, Node
@@ -17,10 +18,9 @@ from fusewright import _torch_compat as compat
 from fusewright import ops
 from fusewright.graph import spec
 from fusewright.graph.constants import COMPUTED_ONCE
-from fusewright.graph.effects import drop_dead_code
 from fusewright.graph.verify import UNTRUSTED
 from fusewright.graph.view import is_op, is_projection
-from fusewright.interface import DevicePolicy, RuleLog, hint
+from fusewright.interface import RuleLog, hint
 from fusewright.rewrite.engine import Rewriter
 
 ID = "product.wider"
@@ -30,51 +30,58 @@ SUMMED: Mapping[str, tuple[str, slice]] = {
     "linear": ("weight", slice(1, None)), "mm": ("self", slice(1, None)), "addmm": ("mat1", slice(1, None)),
     "matmul": ("self", slice(-1, None)), "mv": ("self", slice(1, None)), "addmv": ("mat", slice(1, None)),
     "bmm": ("self", slice(2, None)), "baddbmm": ("batch1", slice(2, None)),
+    "sdpa": ("key", slice(2, None)), "sdpa_with_lse": ("key", slice(2, None)), "sdpa_backward": ("key", slice(2, None)),
     "conv": ("weight", slice(1, None)), "conv_backward": ("weight", slice(1, None)),
 }  # fmt: skip
 """Rows that are widened. The product of these sizes of this argument is the number of products in each sum."""
+
+Wider: TypeAlias = Callable[[str, torch.dtype, int], torch.dtype | None]
 
 LEAST_PRODUCTS = 1 << 15
 """Below these multiplications, more calls cost more than wider ones gain."""
 
 
-def widen(graph: Graph, policy: DevicePolicy, log: RuleLog) -> None:
-    """Rewrite a canonical graph in place: products of a type of `policy.wider` are computed in the type that it names."""
-    if not policy.wider or ID in log.disabled:
+def widen(graph: Graph, wider: Wider | None, log: RuleLog) -> None:
+    """Rewrite a canonical graph in place: compute products in the type that `wider` names (see `DevicePolicy.wider`)."""
+    if wider is None or ID in log.disabled:
         return
     rewriter = Rewriter(graph, log)
     for node in list(graph.nodes):
-        wide = _wider(node, policy)
+        wide = _wider(node, wider)
         if wide is not None and log.allows(ID) and _widened(rewriter, node, wide):
             log.hit(ID)
             graph.erase_node(node)
-    drop_dead_code(graph)
 
 
-def _wider(node: Node, policy: DevicePolicy) -> torch.dtype | None:
+def _wider(node: Node, wider: Wider) -> torch.dtype | None:
     """Return the type in which to compute a node; None leaves it as it is."""
     row = ops.find(node.target) if is_op(node) else None
     if row is None or row.name not in SUMMED or UNTRUSTED in node.meta:
         return None
-    operands = [spec.value_of(n) for n in node.all_input_nodes]
-    if not all(isinstance(t, torch.Tensor) and t.dtype in policy.wider for t in operands):
+    operands = [spec.value_of(n) for n in _floating(node)]
+    if not operands:
         return None
     name, sizes = SUMMED[row.name]
-    given = row.bind(node.args, node.kwargs)
-    operand = spec.value_of(given[name])
-    summed = math.prod(hint(spec.size(n)) for n in operand.shape[sizes])
-    result = operands[0] if row.name == "conv_backward" else spec.value_of(node)
-    found = {policy.wider[t.dtype] for t in operands}
-    small = summed * spec.tensor_spec(result).numel_hint() < LEAST_PRODUCTS
-    return None if small or len(found) > 1 or (row.name == "linear" and _reads_weight(given, policy)) else found.pop()
+    first, summed = operands[0], spec.value_of(row.bind(node.args, node.kwargs)[name])
+    products = math.prod(hint(spec.size(n)) for n in summed.shape[sizes])
+    result = spec.value_of(node) if isinstance(spec.value_of(node), torch.Tensor) else first
+    if products * spec.tensor_spec(result).numel_hint() < LEAST_PRODUCTS:
+        return None
+    found = wider(row.name, first.dtype, _rows(operands))
+    return found if {t.dtype for t in operands} <= {first.dtype, found} else None
 
 
-def _reads_weight(linear: Mapping[str, Any], policy: DevicePolicy) -> bool:
-    """Return whether a linear has so few rows that reading its weight takes all the time."""
-    operands = [spec.value_of(linear[name]) for name in ("input", "weight")]
-    x, w = map(spec.tensor_spec, operands)
-    dense = x.static and w.static and all(t.is_contiguous() for t in operands)
-    return dense and x.numel_hint() <= policy.few_rows.get(x.dtype, 0) * hint(x.shape[-1])
+def _floating(node: Node) -> list[Node]:
+    """Return the operands of a node that hold floats: a mask may hold bools."""
+    given = [(n, spec.value_of(n)) for n in node.all_input_nodes]
+    return [n for n, val in given if isinstance(val, torch.Tensor) and val.is_floating_point()]
+
+
+def _rows(operands: Sequence[torch.Tensor]) -> int:
+    """Return the number of rows of the first operand, of a product whose operands are dense and of fixed size."""
+    first = spec.tensor_spec(operands[0])
+    plain = all(spec.tensor_spec(t).static and t.is_contiguous() for t in operands[:2])
+    return first.numel_hint() // max(1, hint(first.shape[-1])) if plain and first.rank else sys.maxsize
 
 
 def _widened(r: Rewriter, node: Node, wide: torch.dtype) -> bool:
@@ -86,20 +93,24 @@ def _widened(r: Rewriter, node: Node, wide: torch.dtype) -> bool:
     if not all(isinstance(spec.value_of(p), torch.Tensor) and (p is node or is_projection(p)) for p in parts):
         return False
     with r.graph.inserting_before(node):
-        casts = {n: r.call("cast", (n,), kwargs={"dtype": wide}) for n in node.all_input_nodes}
+        narrow = [n for n in _floating(node) if spec.value_of(n).dtype is not wide]
+        casts = {n: r.call("cast", (n,), kwargs={"dtype": wide}) for n in narrow}
         for cast in casts.values():
             cast.meta[COMPUTED_ONCE] = True
-        args, kwargs = map_arg((node.args, dict(node.kwargs)), casts.__getitem__)
+        args, kwargs = map_arg((node.args, dict(node.kwargs)), lambda n: casts.get(n, n))
         made = r.call(row.name, args, kwargs=kwargs)
         made.meta.update({k: v for k, v in node.meta.items() if k != "val"})
     results = [spec.value_of(made) if p is node else spec.value_of(made)[p.args[1]] for p in parts]
     formats = [f for result, p in zip(results, parts, strict=True) if (f := _format(result, spec.value_of(p))) is not None]
     if len(formats) < len(parts):
+        for unused in (made, *casts.values()):
+            r.graph.erase_node(unused)
         return False
     for part, how in zip(parts, formats, strict=True):
         with r.graph.inserting_before(part):
-            source = made if part is node else _projection(r.graph, made, part)
-            rounded = r.call("cast", (source,), like=part, kwargs={"dtype": spec.value_of(part).dtype, **how})
+            rounded = made if part is node else _projection(r.graph, made, part)
+            if spec.value_of(rounded).dtype != spec.value_of(part).dtype or how:  # not a log-sum-exp, which is wide
+                rounded = r.call("cast", (rounded,), like=part, kwargs={"dtype": spec.value_of(part).dtype, **how})
         part.replace_all_uses_with(rounded)
         if part is not node:
             r.graph.erase_node(part)

@@ -23,7 +23,7 @@ MAX_ROUNDS = 32
 def _simplify(c: Compilation) -> None:
     c.rules = RuleLog(c.options.disable_rules, c.options.fuel)
     c.do(passes.REWRITE, c.graph, c.rules)
-    c.do(passes.WIDEN, c.graph, c.backend.policy(), c.rules)
+    c.do(passes.WIDEN, c.graph, c.backend.policy().wider, c.rules)
     if "cse" not in c.options.disable_rules:
         c.rules.hits["cse"] += c.do(passes.CSE, c.graph)
 

@@ -8,16 +8,19 @@ import torch
 from fusewright.graph import verify
 from fusewright.graph.parser import parse
 from fusewright.graph.printer import to_text
-from fusewright.interface import DevicePolicy, RuleLog
-from fusewright.rewrite.widen import ID, widen
+from fusewright.interface import RuleLog
+from fusewright.rewrite.widen import ID, Wider, widen
 
-WIDER = DevicePolicy(wider={torch.bfloat16: torch.float32}, few_rows={torch.bfloat16: 4})
 XW = "%0: bf16[32,64] = input('x')\n%1: bf16[128,64] = input('w')\n"
 
 
-def _text(before: str, log: RuleLog | None = None, policy: DevicePolicy = WIDER) -> str:
+def _wider(op: str, dtype: torch.dtype, rows: int) -> torch.dtype | None:
+    return torch.float32 if dtype is torch.bfloat16 and (op != "linear" or rows > 4) else None
+
+
+def _text(before: str, log: RuleLog | None = None, wider: Wider | None = _wider) -> str:
     graph = parse(before)
-    widen(graph, policy, log or RuleLog())
+    widen(graph, wider, log or RuleLog())
     verify.check(graph, "widen")
     return to_text(graph)
 
@@ -57,6 +60,7 @@ def test_each_gradient_of_a_convolution_is_rounded() -> None:
          "%4: f32[32,32] = mm(%2, %3)\nreturn [%4]\n", "it is wide already"),
         ("%2: bf16[4,512] = input('a')\n%3: bf16[64,512] = input('b')\n%4: bf16[4,64] = linear(%2, %3, None)\nreturn [%4]\n",
          "its weight is read once"),
+        ("%2: i64[64,64] = input('a')\n%3: i64[64,64] = mm(%2, %2)\nreturn [%3]\n", "it is of integers"),
         ("%2: bf16[2,2] = input('a')\n%3: bf16[2,2] = mm(%2, %2)\nreturn [%3]\n", "it is small"),
     ],
 )  # fmt: skip
@@ -68,7 +72,7 @@ def test_it_can_be_switched_off_and_runs_on_fuel() -> None:
     before = XW + "%2: bf16[32,128] = linear(%0, %1, None)\nreturn [%2]\n"
     assert _text(before, RuleLog(disabled=(ID,))) == before
     assert _text(before, RuleLog(fuel=0)) == before
-    assert _text(before, policy=DevicePolicy()) == before
+    assert _text(before, wider=None) == before
 
 
 def test_a_result_keeps_its_strides() -> None:
@@ -78,3 +82,36 @@ def test_a_result_keeps_its_strides() -> None:
     for strides in ("", "{1024,1,128,16}"):
         last = _text(images + f"%2: bf16[2,16,8,8]{strides} = {conv}").splitlines()[-2]
         assert f"bf16[2,16,8,8]{strides} = cast" in last
+
+
+def test_the_log_sum_exp_of_attention_is_wide_already_and_a_mask_of_bools_stays() -> None:
+    before = (
+        "%0: bf16[1,2,16,8] = input('q')\n%1: bool[16,16] = input('mask')\n"
+        "%2: (bf16[1,2,16,8], f32[1,2,16]{32,1,2}) = "
+        "sdpa_with_lse(%0, %0, %0, 0.0, False, attn_mask=%1, scale=None)\n"
+        "%3: bf16[1,2,16,8] = py.getitem(%2, 0)\n%4: f32[1,2,16]{32,1,2} = py.getitem(%2, 1)\nreturn [%3, %4]\n"
+    )
+    lines = _text(before).splitlines()
+    assert [line.partition(" = ")[2].partition("(")[0] for line in lines[2:-1]] == [
+        "cast", "sdpa_with_lse", "py.getitem", "cast", "py.getitem"
+    ]  # fmt: skip
+
+
+def test_gradients_of_attention_read_its_wide_log_sum_exp() -> None:
+    names = "g", "q", "k", "v", "o"
+    inputs = "".join(f"%{i}: bf16[1,2,16,8] = input('{name}')\n" for i, name in enumerate(names))
+    before = inputs + (
+        "%5: f32[1,2,16]{32,1,2} = input('lse')\n"
+        "%6: (bf16[1,2,16,8], bf16[1,2,16,8], bf16[1,2,16,8]) = "
+        "sdpa_backward(%0, %1, %2, %3, %4, %5, 0.0, False, attn_mask=None, scale=None)\n"
+        "%7: bf16[1,2,16,8] = py.getitem(%6, 1)\nreturn [%7]\n"
+    )
+    assert "sdpa_backward(%6, %7, %8, %9, %10, %5," in _text(before)
+
+
+def test_a_result_whose_strides_a_cast_cannot_give_stays() -> None:
+    before = (
+        "%0: bf16[1,2,16,8] = input('q')\n%1: bf16[1,2,16,8]{256,8,16,1} = sdpa(%0, %0, %0, None, 0.0, False, scale=None, "
+        "enable_gqa=False)\nreturn [%1]\n"
+    )
+    assert _text(before) == before

@@ -103,9 +103,14 @@ class OneDnnBackend(FusedBackend):
         return graph
 
     def policy(self) -> DevicePolicy:
-        features = self.running_on().features
-        wider = {t: torch.float32 for t, feature in self.halves.items() if feature not in features}
-        return replace(super().policy(), wider=wider, few_rows={torch.bfloat16: MOST_GEMV_ROWS})
+        return replace(super().policy(), wider=self._wider)
+
+    def _wider(self, op: str, dtype: torch.dtype, rows: int) -> torch.dtype | None:
+        """Return fp32 for products of a half type that oneDNN refuses, unless a kernel of ours takes them."""
+        if self.halves.get(dtype, "") in (*self.running_on().features, ""):
+            return None
+        ours = dtype is torch.bfloat16 and (op.startswith("sdpa") or (op == "linear" and rows <= MOST_GEMV_ROWS))
+        return None if ours else torch.float32
 
     def fingerprint(self) -> str:
         """Include oneDNN's external settings: measured choices depend on them."""

@@ -22,6 +22,7 @@ PRODUCTS = ("matmul", "bmm", "mm")
 """Products of two activations."""
 BATCHING = frozenset({"view", "reshape", "expand", "clone"})
 """Ops that may stand between a dequantization and its use because they preserve the matrices."""
+HALVES = (torch.bfloat16, torch.float16)
 BYTES = (torch.uint8, torch.int8)
 """Types of quantized tensors."""
 
@@ -79,10 +80,26 @@ def same_rows(op: OpView) -> bool:
     return isinstance(x, Value) and bool(x.spec and out.spec and x.spec.shape[-1:] == out.spec.shape[-1:] != ())
 
 
-def before_views(value: Any, graph: RegionGraph) -> Any:
-    """Skip views that preserve rows."""
+def _widens(op: OpView) -> bool:
+    """Whether an op is an exact cast of a half type, as `rewrite/widen.py` puts before products."""
+    x = op.args[0]
+    given = x.spec.dtype if isinstance(x, Value) and x.spec else None
+    return op.op == "cast" and given in HALVES and op.out.spec is not None and op.out.spec.dtype is torch.float32
+
+
+def before_casts(value: Any, graph: RegionGraph) -> Any:
+    """Skip exact casts of a half type."""
     made = graph.producer(value) if isinstance(value, Value) else None
-    while made is not None and made.op in VIEWS and same_rows(made):
+    while made is not None and _widens(made):
+        value = made.args[0]
+        made = graph.producer(value)
+    return value
+
+
+def before_views(value: Any, graph: RegionGraph) -> Any:
+    """Skip views that preserve rows, and exact casts of a half type."""
+    made = graph.producer(value) if isinstance(value, Value) else None
+    while made is not None and (_widens(made) or (made.op in VIEWS and same_rows(made))):
         value = made.args[0]
         made = graph.producer(value)
     return value
@@ -90,7 +107,7 @@ def before_views(value: Any, graph: RegionGraph) -> Any:
 
 def dequantized(value: Any, graph: RegionGraph, views: bool = False) -> Quantized | Rows | None:
     """The 8-bit tensor that `value` was dequantized from, or None. With `views`, views that preserve rows may lie between."""
-    value = before_views(value, graph) if views else value
+    value = before_views(value, graph) if views else before_casts(value, graph)
     made = graph.producer(value) if isinstance(value, Value) else None
     if made is None or made.op not in ("dequantize", "dequantize_tensor", "dequantize_per_token"):
         return None
@@ -104,6 +121,7 @@ def dequantized(value: Any, graph: RegionGraph, views: bool = False) -> Quantize
 
 def weight_of(value: Any, graph: RegionGraph) -> Weight | None:
     """The constant int8 weight that `value` was dequantized from; None if there is none, or if a scale is 0."""
+    value = before_casts(value, graph)
     made = graph.producer(value) if isinstance(value, Value) else None
     if made is None or made.op not in ("dequantize", "dequantize_per_channel"):
         return None
@@ -130,7 +148,7 @@ def factors(op: OpView, graph: RegionGraph) -> tuple[Quantized, Quantized] | Non
     """Both operands of one of `PRODUCTS`, quantized with known numbers and possibly batched in another way; None otherwise."""
     found = []
     for value in op.args[:2]:
-        while isinstance(value, Value) and (made := graph.producer(value)) is not None and _keeps_matrices(made):
+        while isinstance(value, Value) and (made := graph.producer(value)) is not None and (_keeps_matrices(made) or _widens(made)):
             value = made.args[0]
         q = dequantized(value, graph)
         if not isinstance(q, Quantized) or not q.static or not q.scale:
@@ -167,6 +185,12 @@ def _adds(op: OpView, m: Match, context: Any) -> bool:
     return other.spec.shape == out.shape and other.spec.dtype == out.dtype == op.out.spec.dtype
 
 
+def _rounds(op: OpView, m: Match, context: Any) -> bool:
+    """Whether a cast rounds a product to bf16, which was widened because the device has no products of bf16."""
+    given, out = m.out.spec, op.out.spec
+    return given is not None and out is not None and (given.dtype, out.dtype) == (torch.float32, torch.bfloat16)
+
+
 def _quantizes(op: OpView, m: Match, context: Any) -> bool:
     scale = op.arg("scale")
     known = isinstance(scale, int | float) and bool(scale) and isinstance(op.arg("zero_point"), int)
@@ -177,8 +201,8 @@ def product(
     anchor: str | tuple[str, ...], rule: str, posts: Callable[[OpView], Any], names: frozenset[str], residual: bool = True,
     views: bool = False,
 ) -> Chain:
-    """A chain of an anchor and its optional epilogue: row-preserving views (if `views`), an addition (if `residual`), a unary op
-    of `names` for which `posts` is not None, quantization. `rule` is the prefix of the steps' ids."""
+    """A chain of an anchor and its optional epilogue: rounding to bf16, row-preserving views (if `views`), an addition (if
+    `residual`), a unary op of `names` for which `posts` is not None, quantization. `rule` is the prefix of the steps' ids."""
 
     def unary(op: OpView, m: Match, context: Any) -> bool:
         same = op.out.spec is not None and m.out.spec is not None and op.out.spec.dtype == m.out.spec.dtype
@@ -188,6 +212,7 @@ def product(
     adds = (maybe("add", _adds, "add", rule=f"{rule}.residual"),) if residual else ()
     return chain(
         anchor,
+        maybe("cast", _rounds, "rounded", rule=f"{rule}.rounded"),
         *seen,
         *adds,
         maybe(names, unary, "unary", rule=f"{rule}.unary"),
