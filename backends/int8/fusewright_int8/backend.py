@@ -1,18 +1,18 @@
-"""The backend `x86_int8`: quantized products on int8 instructions, everything else through the shared CPU lowerings."""
+"""The backend `x86_int8`: quantized products in integers, everything else through the shared CPU lowerings."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-import torch
-
 from fusewright import machine
 from fusewright.interface import Device, OpView, Quantization, Unavailable
 from fusewright.toolkit.region.graph import RegionGraph
 from fusewright.toolkit.region.rewrite import Row, by_root
+from fusewright_cpu.onednn.fused import half_features
 from fusewright_cpu.onednn.lowerings import ROWS as FLOAT_ROWS
 from fusewright_cpu.onednn.quantized import QuantizedBackend
+from fusewright_int8 import engines
 from fusewright_int8.activations import PRODUCTS as MATMULS
 from fusewright_int8.activations import ROWS as MATMUL_ROWS
 from fusewright_int8.floats import ROWS as DYNAMIC_ROWS
@@ -25,12 +25,12 @@ from fusewright_int8.tensors import ROWS as TENSOR_ROWS
 
 
 class X86Int8(QuantizedBackend):
-    """x86-64 CPUs with int8 dot-product instructions. Float ops run as in `x86_onednn`."""
+    """x86-64 CPUs with AVX2 or better. Float ops run as in `x86_onednn`."""
 
     name = "x86_int8"
     priority = 10  # below the CPU's float backend, which comes first for models that are not quantized
     rows: ClassVar[Mapping[str, Sequence[Row]]] = by_root((*ROWS, *MATMUL_ROWS, *DYNAMIC_ROWS, *TENSOR_ROWS, *FLOAT_ROWS))
-    carried = frozenset({"conv", "int_mm", "choose_qparams", *MATMULS})
+    carried = frozenset({"linear", "conv", "int_mm", "choose_qparams", *MATMULS})
     products = ("linear", "conv")
     widened = frozenset({"dequantize", "dequantize_per_channel"})
     """A product left in floats reads its weight from a copy in floats, which its measurement assumed."""
@@ -53,15 +53,16 @@ class X86Int8(QuantizedBackend):
         features = machine.cpu_features()
         found = best(features)
         if found is None:
-            return Unavailable("the CPU has neither AVX512-VNNI nor AVX-VNNI", "use a CPU of 2019 or later")
-        if torch.ops.mkldnn._is_mkldnn_bf16_supported():
-            features |= {"mkldnn_bf16"}
-        return Device("cpu", found.arch, features)
+            return Unavailable("the CPU has no AVX2 with FMA", "use `x86_onednn`, which runs quantized models in floats")
+        if (nothing := engines.none_left()) is not None:
+            return Unavailable(f"nothing computes int8 here: {nothing}", "install a C++20 compiler and reinstall fusewright-int8")
+        return Device("cpu", found.arch, features | half_features())
 
     @classmethod
     def remark(cls) -> str:
-        missing = native.absent()
-        return f"no native core: {missing}" if missing else f"int8 products by our core ({native.isa()}) and oneDNN"
+        missing = [f"no {e.name}: {why}" for e in engines.ENGINES if (why := e.absent())]
+        there = [f"our core ({native.isa()})" if e.name == "core" else "oneDNN" for e in engines.present()]
+        return "; ".join([f"int8 products by {' and '.join(there)}", *missing])
 
     def fingerprint(self) -> str:
         """Include the core, because plans contain its calls."""

@@ -12,8 +12,10 @@ from fusewright.interface import CompileContext
 from fusewright.toolkit.backend.candidates import Lazy, Thunk
 from fusewright_cpu.onednn import own
 from fusewright_cpu.onednn.choices import own_product
+from fusewright_cpu.onednn.fused import HALVES, half_features
 from fusewright_int8.operators import name
 from fusewright_int8.run import native
+from fusewright_int8.target import VNNI, onednn_features
 
 POSTS = ("none", "relu", "clamp", "gelu", "gelu_tanh", "silu")
 LIBRARY_POSTS = ("none", "relu", "gelu", "gelu_tanh")
@@ -24,7 +26,8 @@ class Engine:
     """One engine. `linear`, `dynamic`, `conv` and `pack_*` name operators; `linear_tensor` takes scale and zero point as tensors.
     `conv_sum` adds a residual, which it may overwrite.
     `adds`: whether it can add a shape's residual; None if it can add any. `posts_of_sums`: its post-ops after an addition.
-    `limits`: it can clamp to limits other than the type's."""
+    `limits`: it can clamp to limits other than the type's. `exact_with`: CPU features without all of which its sums are wrong;
+    empty if they are exact on any CPU. `missing`: why the library is not there, or None."""
 
     name: str
     linear: str
@@ -38,7 +41,15 @@ class Engine:
     posts_of_sums: tuple[str, ...]
     adds: Callable[[Product | Convolution], bool] | None
     limits: bool
-    absent: Callable[[], str | None]
+    exact_with: frozenset[str]
+    missing: Callable[[], str | None]
+
+    def absent(self) -> str | None:
+        """Return why this machine cannot use the engine, or None if it can."""
+        found = self.missing()
+        if found is None and self.exact_with and not self.exact_with & onednn_features():
+            found = f"{self.name}'s int8 sums saturate at 16 bits on a CPU without VNNI, or with ONEDNN_MAX_CPU_ISA below it"
+        return found
 
 
 def _no_onednn() -> str | None:
@@ -58,18 +69,24 @@ ENGINES: tuple[Engine, ...] = (
     Engine(
         "core", name("linear"), name("linear_tensor"), name("dynamic_linear"), name("pack_linear"), name("conv"), name("conv"),
         name("pack_conv"),
-        POSTS, POSTS, None, True, native.absent,
+        POSTS, POSTS, None, True, frozenset(), native.absent,
     ),
     Engine(
         "onednn", name("linear_onednn"), name("linear_tensor_onednn"), name("dynamic_linear_onednn"), name("pack_linear_onednn"),
         name("conv_onednn"), name("conv_sum_onednn"), name("pack_conv_onednn"),
-        LIBRARY_POSTS, ("none", "relu"), _onednn_adds, False, _no_onednn,
+        LIBRARY_POSTS, ("none", "relu"), _onednn_adds, False, VNNI, _no_onednn,
     ),
 )  # fmt: skip
 """In the order in which they are tried: those that fuse the most neighbours first."""
 
 MOST_MEASURED = 1 << 22
 """Largest weight that a measurement allocates, in elements; a wider product is measured on fewer columns."""
+
+
+def none_left() -> str | None:
+    """Return why no engine can be used on this machine, or None if one can."""
+    reasons = [e.absent() for e in ENGINES]
+    return None if None in reasons else "; ".join(filter(None, reasons))
 
 
 def present(engines: Sequence[Engine] = ENGINES) -> tuple[Engine, ...]:
@@ -221,11 +238,8 @@ def reading_pays(ctx: CompileContext, m: int, k: int, n: int, dtype: torch.dtype
         return lambda: run(x, packed, scale[:width], None, None, "none", (), dtype)
 
     def widened() -> Thunk:
-        x, w = torch.ones(m, k, dtype=dtype), torch.ones(width, k, dtype=dtype)
-        packed = torch.ops.mkldnn._reorder_linear_weight(w, m) if torch.backends.mkldnn.is_available() else w
-        if packed is w:
-            return lambda: torch.nn.functional.linear(x, w)
-        return lambda: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
+        x, run = torch.ones(m, k, dtype=dtype), _float_linear(torch.ones(width, k, dtype=dtype), m)
+        return lambda: run(x)
 
     def widened_in_own() -> Thunk:
         x, run = torch.ones(m, k, dtype=dtype), own_product(own.kernel_of(dtype), m, k, width)
@@ -250,6 +264,19 @@ def _conv(e: Engine, c: Convolution) -> Callable[[], Thunk]:
     return make
 
 
+def _onednn_takes(dtype: torch.dtype) -> bool:
+    """Whether oneDNN multiplies this float type here; what it refuses is computed by eager."""
+    return torch.backends.mkldnn.is_available() and (dtype not in HALVES or HALVES[dtype] in half_features())
+
+
+def _float_linear(w: torch.Tensor, m: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the product of m rows with a weight that is not quantized."""
+    if not _onednn_takes(w.dtype):
+        return lambda x: torch.nn.functional.linear(x, w)
+    packed, run = torch.ops.mkldnn._reorder_linear_weight(w, m), torch.ops.mkldnn._linear_pointwise
+    return lambda x: run(x, packed, None, "none", [], "")
+
+
 Makers: TypeAlias = dict[str, Callable[[], Thunk]]
 
 
@@ -265,9 +292,7 @@ def _linear_floats(p: Product, dtype: torch.dtype, admitted: bool) -> Makers:
     n = min(p.n, max(64, MOST_MEASURED // p.k))
 
     def library() -> Thunk:
-        packed = torch.ops.mkldnn._reorder_linear_weight(torch.ones(n, p.k, dtype=dtype), p.m)
-        run = torch.ops.mkldnn._linear_pointwise
-        return _between_bytes(p, _bytes((p.m, p.k), p.x), dtype, lambda x: run(x, packed, None, "none", [], ""))
+        return _between_bytes(p, _bytes((p.m, p.k), p.x), dtype, _float_linear(torch.ones(n, p.k, dtype=dtype), p.m))
 
     def kernel() -> Thunk:
         return _between_bytes(p, _bytes((p.m, p.k), p.x), dtype, own_product(own.kernel_of(dtype), p.m, p.k, n))
@@ -283,7 +308,11 @@ def _conv_floats(c: Convolution, dtype: torch.dtype, admitted: bool) -> Makers:
     def library() -> Thunk:
         geometry = c.padding, c.stride, c.dilation, c.groups
         x = _bytes(c.shape, c.x).contiguous(memory_format=torch.channels_last)
-        packed = torch.ops.mkldnn._reorder_convolution_weight(torch.ones(c.weight, dtype=dtype), *geometry, c.shape)
+        w = torch.ones(c.weight, dtype=dtype)
+        if not _onednn_takes(dtype):
+            eager = torch.nn.functional.conv2d
+            return _between_bytes(c, x, dtype, lambda x: eager(x, w, None, c.stride, c.padding, c.dilation, c.groups))
+        packed = torch.ops.mkldnn._reorder_convolution_weight(w, *geometry, c.shape)
         run = torch.ops.mkldnn._convolution_pointwise
         return _between_bytes(c, x, dtype, lambda x: run(x, packed, None, *geometry, "none", [], ""))
 

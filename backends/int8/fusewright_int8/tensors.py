@@ -15,6 +15,7 @@ from fusewright.interface import OpView, Value
 from fusewright.toolkit.region.builder import Builder
 from fusewright.toolkit.region.graph import RegionGraph
 from fusewright.toolkit.region.pattern import Match, chain
+from fusewright.toolkit.region.quantized import before_casts
 from fusewright.toolkit.region.rewrite import Row
 from fusewright_int8.engines import ENGINES, Engine
 from fusewright_int8.floats import EPS, FLOATS, FloatInput, fastest_dynamic, reads
@@ -221,20 +222,22 @@ def _affine_write(e: Engine, m: Match, b: Builder) -> None:
 
 def _widened(m: Match, b: Builder) -> Match | None:
     op = m.anchor
-    cast = _back(op.arg("mat2"), b.graph, "cast")
+    cast = _back(before_casts(op.arg("mat2"), b.graph), b.graph, "cast")
     weight = _matrix(cast.arg("self"), b) if cast is not None else None
     if weight is None or spec_of(op.out).dtype not in FLOATS or b.graph.phase != "infer":
         return None
     trail = Trail(b.graph, op.out)
+    trail.step("cast", lambda op: spec_of(op.out).dtype in FLOATS)
     scales = _columns(trail, trail.step("mul"), spec_of(weight).shape[0])  # type: ignore[arg-type]
     if scales is None and trail.ops:
-        first = trail.ops[0]
+        first = trail.ops[-1]
         others = [v for v in first.inputs() if v != op.out]
         scales = others[0] if others and spec_of(others[0]).shape == spec_of(weight).shape[:1] else None
     if scales is None or not b.is_const(scales):
         return None
-    x = _through(op.arg("self"), b.graph, "view") if spec_of(op.arg("self")).rank == 2 else op.arg("self")
-    x = x if spec_of(x).shape[-1:] == spec_of(op.arg("self")).shape[-1:] else op.arg("self")
+    given = before_casts(op.arg("self"), b.graph)
+    x = _through(given, b.graph, "view") if spec_of(given).rank == 2 else given
+    x = x if spec_of(x).shape[-1:] == spec_of(given).shape[-1:] else given
     return _affine_match(m, trail, x, weight, scales, b)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fusewright import _torch_compat as compat
 from fusewright.interface import Device, Fragment, Value
+from fusewright_int8 import engines
 from fusewright_int8.backend import X86Int8
 from fusewright_int8.engines import present
 from fusewright_int8.run import native
@@ -19,8 +20,10 @@ from tests.fragments import Context, Sketch, by_preference, targets
 compat.register_quantized_decomposed()
 
 DEVICE = Device("cpu", "avx512_vnni", frozenset({"avx512_vnni", "mkldnn_bf16"}))
+BY_NAME = {e.name: e for e in engines.ENGINES}
 ENGINES = tuple(e.name for e in present())
 needs_core = pytest.mark.skipif(native.absent() is not None, reason=f"no native core: {native.absent()}")
+needs_onednn = pytest.mark.skipif("onednn" not in ENGINES, reason=f"oneDNN is no engine here: {BY_NAME['onednn'].absent()}")
 U8, I8, F32, BF16 = torch.uint8, torch.int8, torch.float32, torch.bfloat16
 LIMITS = {U8: (0, 255), I8: (-128, 127)}
 TIE = 1e-4

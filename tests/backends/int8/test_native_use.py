@@ -18,6 +18,7 @@ from fusewright.errors import BackendUnavailableError, OptionError
 from fusewright.plan.vocabulary import function_of
 from fusewright_int8 import operators
 from fusewright_int8.run import core, native, reference
+from tests.backends.int8.common import needs_onednn
 
 PACKAGE = Path(__file__).resolve().parents[3] / "backends" / "int8"
 here = pytest.mark.skipif(core.absent() is not None, reason=f"no native core: {core.absent()}")
@@ -142,7 +143,7 @@ def test_without_a_compiler_the_package_is_built_as_pure_python(tmp_path: Path) 
     assert "fusewright_int8/run/native.py" in names and not [n for n in names if n.endswith(".so")]
 
 
-@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch is built without oneDNN")
+@needs_onednn
 @pytest.mark.parametrize("dynamic", [True, False])
 def test_onednn_multiplies_signed_activations_as_fast_as_unsigned_ones(dynamic: bool) -> None:
     """oneDNN's own int8 product for them is a reference of three nested loops: measuring it made a first call take minutes."""
@@ -172,7 +173,7 @@ def test_onednn_multiplies_signed_activations_as_fast_as_unsigned_ones(dynamic: 
     assert best(True) < 50 * best(False)
 
 
-@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch is built without oneDNN")
+@needs_onednn
 def test_onednn_convolves_signed_activations() -> None:
     ops = torch.ops.fusewright_int8
     x = torch.randint(-128, 128, (2, 16, 9, 9), dtype=torch.int8)

@@ -27,6 +27,7 @@ from tests.backends.int8.common import (
     compiled,
     dequantize,
     needs_core,
+    needs_onednn,
     post,
     quantize,
     quantized_input,
@@ -142,6 +143,7 @@ def _judge(ours: torch.Tensor, exact: torch.Tensor) -> None:
         same_levels(ours, exact, 0.7, 1)
 
 
+@needs_onednn
 @pytest.mark.parametrize("name", ["none", "relu", "gelu"])
 @pytest.mark.parametrize("held", [U8, I8, F32])
 @pytest.mark.parametrize("out", [U8, I8, F32])
@@ -243,6 +245,7 @@ def test_a_residual_block_is_two_calls() -> None:
     assert int((ours.int() - g.tensors[out.id].int()).abs().max()) <= 1
 
 
+@needs_onednn
 @needs_core
 @pytest.mark.parametrize("adds", [True, False])
 def test_a_product_for_which_each_engine_prefers_the_other_is_int8_all_the_same(adds: bool) -> None:
@@ -303,6 +306,7 @@ def test_every_engine_can_be_measured_for_every_result(out: torch.dtype, adds: t
             assert MAKERS[type(shape)](e, shape)()().dtype == out
 
 
+@needs_onednn
 @pytest.mark.parametrize("case", CONVS)
 @pytest.mark.parametrize("name", ["none", "relu"])
 @pytest.mark.parametrize(("held", "out"), [(U8, U8), (I8, I8), (I8, U8), (U8, I8), (F32, F32), (F32, U8)])
@@ -335,6 +339,7 @@ def test_a_residual_that_others_read_is_not_overwritten(engine: str) -> None:
     same_levels(ours, F.conv2d(floats, w64, None, padding=1) + floats, 0.9, 7)
 
 
+@needs_onednn
 def test_the_weight_of_a_onednn_convolution_is_packed_for_its_input() -> None:
     """Packed for a guessed shape, it is reordered in every call, which can take longer than the convolution."""
     g = Sketch()

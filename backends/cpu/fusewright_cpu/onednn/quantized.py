@@ -9,7 +9,7 @@ from fusewright.interface import CompileContext, Compiled, Fragment, OpView, Reg
 from fusewright.toolkit.region.graph import RegionGraph
 from fusewright_cpu.onednn.fused import OneDnnBackend
 
-UNLESS_QUANTIZED = (Why.NO_LOWERING, Why.DYNAMIC_SHAPE, Why.ATTR)
+UNLESS_QUANTIZED = (Why.NO_LOWERING, Why.DYNAMIC_SHAPE, Why.ATTR, Why.DEVICE_FEATURE)
 """Reasons to refuse an op that a pattern may take all the same."""
 
 
