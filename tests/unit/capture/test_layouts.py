@@ -59,6 +59,13 @@ def eager(module: nn.Module) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     return results, list(torch.autograd.grad(sum(r.float().sin().sum() for r in results), weights))  # type: ignore[arg-type]
 
 
+def assert_same(ours: list[torch.Tensor], eagers: list[torch.Tensor]) -> None:
+    """Check values up to their rounding: kernels of two layouts may add in other orders, so that elements which cancel differ."""
+    for a, b in zip(ours, eagers, strict=True):
+        assert a.dtype == b.dtype and a.shape == b.shape
+        assert (a - b).norm() <= 2 * torch.finfo(torch.bfloat16).eps * b.norm()
+
+
 def _seen(x: torch.Tensor, found: list[bool]) -> torch.Tensor:
     found.append(x.is_contiguous(memory_format=LAST))
     return x
@@ -83,9 +90,8 @@ def test_results_and_gradients_are_eagers(then: Callable[..., Any]) -> None:
     wanted, gradients = eager(module)
     rewritten, results, found = run(module)
     assert rewritten
-    for a, b in zip((*results, *found), (*wanted, *gradients), strict=True):
-        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
-        assert a.stride() == b.stride()
+    assert_same([*results, *found], [*wanted, *gradients])
+    assert [t.stride() for t in (*results, *found)] == [t.stride() for t in (*wanted, *gradients)]
 
 
 def test_images_are_channels_last_between_convolutions() -> None:
@@ -150,9 +156,8 @@ def test_grouped_convolutions_are_channels_last(how: dict[str, Any]) -> None:
     wanted, gradients = eager(module)
     rewritten, results, found = run(module)
     assert rewritten
-    for a, b in zip((*results, *found), (*wanted, *gradients), strict=True):
-        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
-        assert a.is_contiguous() and b.is_contiguous()
+    assert_same([*results, *found], [*wanted, *gradients])
+    assert all(t.is_contiguous() for t in (*results, *found, *wanted, *gradients))
 
 
 @pytest.mark.parametrize(
