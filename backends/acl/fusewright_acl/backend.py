@@ -16,7 +16,7 @@ from fusewright.toolkit.region.graph import RegionGraph
 from fusewright.toolkit.region.rewrite import Row, by_root
 from fusewright_acl import fpmath, quantized, quantized_convolutions, target
 from fusewright_acl.lowerings import LOWERINGS, ROWS
-from fusewright_cpu.onednn.fused import HALVES
+from fusewright_cpu.onednn.fused import HALVES, half_features
 from fusewright_cpu.onednn.quantized import QuantizedBackend
 
 FPMATH = ("fp32", "bf16")
@@ -52,19 +52,19 @@ class GravitonAcl(QuantizedBackend):
             )
         core, said = target.here()
         features = said | {"acl"}
-        if torch.ops.mkldnn._is_mkldnn_bf16_supported():
-            features |= {"mkldnn_bf16"}
+        features |= half_features()
         return Device("cpu", core, features, f"oneDNN {_onednn()} with ACL")
 
     @classmethod
     def simulated(cls, options: Mapping[str, Any]) -> Device | Unavailable:
-        """Make the choices and calls of a core from the table; the oneDNN of this machine's torch computes them."""
+        """Make the choices and calls of a core from the table. The oneDNN of this machine's torch computes them: where it takes no
+        bf16, the core has none."""
         features = target.simulated(options["target"])
         if features is None:
             raise OptionError(f"no core is called {options['target']!r}; those known are {', '.join(target.ARM_CORES)}")
         if not torch.backends.mkldnn.is_available():
             return Unavailable("torch is built without oneDNN", "install a build of torch with oneDNN")
-        features |= {"acl", *({"mkldnn_bf16"} if "bf16" in features else ())}
+        features |= {"acl", *(half_features() if "bf16" in features else ())}
         return Device("cpu", options["target"], features, simulated=True)
 
     def why_not(self, op: OpView, graph: RegionGraph, note: str) -> str | None:

@@ -18,7 +18,6 @@ from fusewright.bench.accuracy import compare, reference, train_reference
 from fusewright.bench.suite import flatten_outputs
 from tests.backends.acl import common
 from tests.backends.acl.common import HERE
-from tests.hosts import needs_bf16
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -60,8 +59,7 @@ QUICK = EVERYWHERE | {("gpt2", "amp"), ("llama", "bf16"), ("mobilenet_v2", "bf16
 
 
 def _case(model: str, dtype: str) -> Any:
-    marks = [needs_bf16] if dtype == "bf16" else []
-    marks += ([] if (model, dtype) in EVERYWHERE else [on_arm]) + ([] if (model, dtype) in QUICK else [pytest.mark.slow])
+    marks = ([] if (model, dtype) in EVERYWHERE else [on_arm]) + ([] if (model, dtype) in QUICK else [pytest.mark.slow])
     return pytest.param(model, dtype, marks=marks)
 
 
