@@ -29,6 +29,16 @@ struct Ahead {
   i64 lines = 0;
 };
 
+// Sets that multiply whole quads have one part of a quad, those that multiply 16-bit numbers two.
+template <class V> auto part_of(const std::int8_t* w, int part) {
+  if constexpr (V::HALVES > 1) return V::half(w, part);
+  else return V::load_b(w);
+}
+template <class V, class A, class B> typename V::I part_dot(typename V::I acc, const A& a, const B& b) {
+  if constexpr (V::HALVES > 1) return V::half_dot(acc, a, b);
+  else return V::dot(acc, a, b);
+}
+
 // MR rows of x by NV vectors of columns; sums go to `to`, in rows of kPanel. `step`: weight bytes from one quad of k to the next.
 template <class V, int MR, int NV, bool SIGNED>
 void block(const std::uint8_t* x, i64 x_stride, const std::int8_t* w, i64 step, i64 k, Ahead& ahead, std::int32_t* to) {
@@ -40,7 +50,7 @@ void block(const std::uint8_t* x, i64 x_stride, const std::int8_t* w, i64 step, 
     for (int v = 0; v < NV; ++v) acc[r][v] = V::set(0);
   const std::uint8_t* row[MR];
   std::uint8_t rest[MR][4] = {};  // the last k % 4 of each row; reading past its end is not allowed
-  const i64 whole = k / kQuad * kQuad;
+  const i64 whole = V::HALVES > 1 ? round_up(k, kQuad) : k / kQuad * kQuad;  // widened rows are padded
   for (int r = 0; r < MR; ++r) {
     row[r] = x + r * x_stride;
     for (i64 i = whole; i < k; ++i) rest[r][i - whole] = row[r][i];
@@ -53,15 +63,18 @@ void block(const std::uint8_t* x, i64 x_stride, const std::int8_t* w, i64 step, 
       // Few rows are memory-bound, and the hardware's prefetch stops at page boundaries.
       if constexpr (MR <= kFewRows)
         for (int v = 0; v < NV * V::W / 16; ++v) __builtin_prefetch(w + kAhead + 64 * v);
-      typename V::B b[NV];
+#pragma GCC unroll 2
+      for (int h = 0; h < V::HALVES; ++h) {
+        decltype(part_of<V>(w, h)) b[NV];
 #pragma GCC unroll 4
-      for (int v = 0; v < NV; ++v) b[v] = V::load_b(w + v * V::W * 4);
+        for (int v = 0; v < NV; ++v) b[v] = part_of<V>(w + v * V::W * 4, h);
 #pragma GCC unroll 12
-      for (int r = 0; r < MR; ++r) {
-        auto a = V::broadcast(row[r] + at);
-        if (SIGNED) a = V::flip(a);
+        for (int r = 0; r < MR; ++r) {
+          auto a = V::broadcast(row[r] + V::HALVES * at + 4 * h);
+          if constexpr (SIGNED && V::HALVES == 1) a = V::flip(a);
 #pragma GCC unroll 4
-        for (int v = 0; v < NV; ++v) acc[r][v] = V::dot(acc[r][v], a, b[v]);
+          for (int v = 0; v < NV; ++v) acc[r][v] = part_dot<V>(acc[r][v], a, b[v]);
+        }
       }
     }
   }
@@ -70,9 +83,9 @@ void block(const std::uint8_t* x, i64 x_stride, const std::int8_t* w, i64 step, 
 #pragma GCC unroll 12
     for (int r = 0; r < MR; ++r) {
       auto a = V::broadcast(rest[r]);
-      if (SIGNED) a = V::flip(a);
+      if constexpr (SIGNED && V::HALVES == 1) a = V::flip(a);
 #pragma GCC unroll 4
-      for (int v = 0; v < NV; ++v) acc[r][v] = V::dot(acc[r][v], a, V::load_b(w + v * V::W * 4));
+      for (int v = 0; v < NV; ++v) acc[r][v] = part_dot<V>(acc[r][v], a, part_of<V>(w + v * V::W * 4, 0));
     }
   }
 #pragma GCC unroll 12
@@ -105,10 +118,13 @@ void some_columns(i64 vectors, i64 rows, const std::uint8_t* x, i64 x_stride, co
   }
 }
 
-// Sums of `rows` rows by `width` columns of a panel, written in rows of kPanel.
+// Bytes from one row of k numbers of 16 bits to the next: successive rows lie in other lines of the L1 cache.
+constexpr i64 wide_stride(i64 k) { return round_up(2 * round_up(k, kQuad), 64) + 64; }
+
+// Sums of `rows` rows, as the blocks read them, by `width` columns of a panel, written in rows of kPanel.
 template <class V>
-void sums_of_panel(const std::uint8_t* x, i64 x_stride, bool is_signed, i64 rows, const std::int8_t* w, i64 step, i64 width, i64 k,
-                   Ahead& ahead, std::int32_t* to) {
+void sums_of_rows(const std::uint8_t* x, i64 x_stride, bool is_signed, i64 rows, const std::int8_t* w, i64 step, i64 width, i64 k,
+                  Ahead& ahead, std::int32_t* to) {
   for (i64 c = 0; c < width; c += V::NV * V::W) {
     i64 vectors = smaller(V::NV, (width - c) / V::W);
     if (is_signed)
@@ -116,6 +132,19 @@ void sums_of_panel(const std::uint8_t* x, i64 x_stride, bool is_signed, i64 rows
     else
       some_columns<V, V::NV, false>(vectors, rows, x, x_stride, w + 4 * c, step, k, ahead, to + c);
   }
+}
+
+// The same of rows of bytes, which some sets have to widen.
+template <class V>
+void sums_of_panel(const std::uint8_t* x, i64 x_stride, bool is_signed, i64 rows, const std::int8_t* w, i64 step, i64 width, i64 k,
+                   Ahead& ahead, std::int32_t* to) {
+  if constexpr (V::HALVES > 1) {
+    const i64 stride = wide_stride(k);
+    std::uint8_t* wide = scratch_of_rows(kBlockRows * stride);
+    for (i64 r = 0; r < rows; ++r) V::widen(x + r * x_stride, k, is_signed ? 128 : 0, wide + r * stride);
+    x = wide, x_stride = stride, is_signed = false;
+  }
+  sums_of_rows<V>(x, x_stride, is_signed, rows, w, step, width, k, ahead, to);
 }
 
 template <class V> void gemm(const Gemm& g, i64 row, i64 rows, i64 column, i64 columns, i64 next) {

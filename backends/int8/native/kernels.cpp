@@ -27,7 +27,7 @@ namespace fusewright::int8 {
 extern const Kernels FUSEWRIGHT_SET;
 const Kernels FUSEWRIGHT_SET = {
     FUSEWRIGHT_TEXT(FUSEWRIGHT_SET), FUSEWRIGHT_BLOCK, FUSEWRIGHT_GEMM, weight_gemm<Vec>, depthwise<Vec>,
-    range<Vec>,                      quantize<Vec>,    quantize64<Vec>, split<Vec>,
+    range<Vec>,                      quantize<Vec>,    quantize64<Vec>, split<Vec>, split_bytes<Vec>,
 };
 
 }  // namespace fusewright::int8

@@ -105,6 +105,8 @@ int exponent_of(const Range& r) {
 
 }  // namespace
 
+std::uint8_t* scratch_of_rows(i64 bytes) { return scratch<std::uint8_t, 2>(bytes); }
+
 void run_gemm(const Kernels& kernels, const Gemm& g, i64 threads) {
   if (g.m == 0 || g.n == 0) return;
   if (g.m * g.n * g.k < kSerial) return kernels.gemm(g, 0, g.m, 0, g.n, 0);
@@ -171,7 +173,8 @@ void run_dynamic(const Kernels& kernels, const Floats& x, const Rule& rule, Gemm
 void run_weight(const Kernels& kernels, const Floats& x, WeightGemm g, i64 threads) {
   if (x.m == 0 || g.n == 0) return;
   g.m = x.m, g.k = x.k, g.planes = x.type == Type::bf16 ? 3 : 4;
-  std::uint8_t* bytes = scratch<std::uint8_t, 0>(x.m * g.planes * x.k);
+  const i64 row_bytes = kernels.split_bytes(g.planes, x.k);
+  std::uint8_t* bytes = scratch<std::uint8_t, 0>(x.m * row_bytes);
   float* scale = scratch<float, 0>(x.m);
   each_row(x, threads, [&](i64 r) {
     Range range = kernels.range(x.row(r), x.type, x.k);
@@ -179,7 +182,7 @@ void run_weight(const Kernels& kernels, const Floats& x, WeightGemm g, i64 threa
     int exponent = finite ? exponent_of(range) : 0, bits = static_cast<int>(8 * g.planes - 2);
     // A power of two, so that larger numbers are not rounded.
     scale[r] = finite ? std::ldexp(1.0f, exponent - bits) : std::numeric_limits<float>::quiet_NaN();
-    kernels.split(x.row(r), x.type, x.k, std::ldexp(1.0f, bits - exponent), g.planes, bytes + r * g.planes * x.k);
+    kernels.split(x.row(r), x.type, x.k, std::ldexp(1.0f, bits - exponent), g.planes, bytes + r * row_bytes);
   });
   g.x = bytes, g.x_scale = scale, g.floats = x.x, g.type = x.type, g.floats_stride = x.stride;
   i64 panels = panels_of(g.n);

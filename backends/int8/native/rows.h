@@ -1,7 +1,7 @@
 // Ranges of floats, and their quantization: the steps of dynamic quantization on a row.
 #pragma once
 
-#include "post.h"
+#include "gemm.h"
 
 namespace fusewright::int8 {
 namespace {
@@ -61,20 +61,29 @@ void quantize64(const void* x, Type type, i64 count, double inverse, std::int32_
   });
 }
 
+template <class V> i64 split_bytes(i64 planes, i64 count) { return V::HALVES > 1 ? 2 * wide_stride(count) : planes * count; }
+
 template <class V> void split(const void* x, Type type, i64 count, float factor, i64 planes, std::uint8_t* out) {
-  auto half = V::set(static_cast<std::int32_t>(std::uint32_t{1} << (8 * planes - 1)));
-  each_vector<V>(x, type, count, [&](typename V::F v, i64 at, i64 n) {
-    auto word = V::add(V::round(V::mul(v, V::set(factor))), half);
-    for (i64 plane = 0; plane < planes; ++plane, word = V::shr(word, 8)) {
-      if (n == V::W) {
-        V::store_low8(out + plane * count + at, word);
-        continue;
+  if constexpr (V::HALVES > 1) {
+    const int bits = half_bits(planes);
+    each_vector<V>(x, type, count, [&](typename V::F v, i64 at, i64) {
+      V::store_halves(V::round(V::mul(v, V::set(factor))), bits, out + 2 * at, out + wide_stride(count) + 2 * at);
+    });
+  } else {
+    auto half = V::set(static_cast<std::int32_t>(std::uint32_t{1} << (8 * planes - 1)));
+    each_vector<V>(x, type, count, [&](typename V::F v, i64 at, i64 n) {
+      auto word = V::add(V::round(V::mul(v, V::set(factor))), half);
+      for (i64 plane = 0; plane < planes; ++plane, word = V::shr(word, 8)) {
+        if (n == V::W) {
+          V::store_low8(out + plane * count + at, word);
+          continue;
+        }
+        std::uint8_t rest[V::W];
+        V::store_low8(rest, word);
+        __builtin_memcpy(out + plane * count + at, rest, static_cast<std::size_t>(n));
       }
-      std::uint8_t rest[V::W];
-      V::store_low8(rest, word);
-      __builtin_memcpy(out + plane * count + at, rest, static_cast<std::size_t>(n));
-    }
-  });
+    });
+  }
 }
 
 }  // namespace

@@ -61,7 +61,8 @@ struct Gemm {
 };
 
 // Float rows as integers of `planes` bytes: x = integer * scale[row]. The bytes of row r are in rows planes * r and following,
-// lowest first, with half the range added to make them unsigned. So a float product becomes an 8-bit product with exact sums.
+// lowest first, with half the range added to make them unsigned (see `Kernels::split` for another form). So a float product becomes
+// one of integers with exact sums.
 struct WeightGemm {
   const std::uint8_t* x = nullptr;
   i64 planes = 0;
@@ -137,6 +138,12 @@ struct Range {
   bool nan = false;
 };
 
+// Memory of the calling thread for the rows that a kernel widens, in cache lines of its own.
+std::uint8_t* scratch_of_rows(i64 bytes);
+
+// An integer of `planes` bytes, two bits of which are spare, is a signed 16-bit number above so many bits.
+constexpr int half_bits(i64 planes) { return static_cast<int>(4 * planes - 1); }
+
 // The kernels of one instruction set. Each does part of the work on the calling thread.
 struct Kernels {
   const char* name;
@@ -152,8 +159,10 @@ struct Kernels {
                    std::uint8_t* out);
   void (*quantize64)(const void* x, Type type, i64 count, double inverse, std::int32_t zero, std::int32_t low,
                      std::int32_t high, std::uint8_t* out);
-  // round(x * factor) plus half the range of `planes` bytes; byte i goes to out[i * count] and following
+  // round(x * factor) plus half the range of `planes` bytes; byte i goes to out[i * count] and following. Sets that multiply 16-bit
+  // numbers take its lower `half_bits` and the signed rest instead, in rows of such numbers.
   void (*split)(const void* x, Type type, i64 count, float factor, i64 planes, std::uint8_t* out);
+  i64 (*split_bytes)(i64 planes, i64 count);  // that `split` writes
 };
 
 }  // namespace fusewright::int8

@@ -54,11 +54,53 @@ template <class V, class Fn> void weight_panels(const WeightGemm& g, i64 panel, 
   }
 }
 
+// Products of 16-bit numbers, two for each float: their sums fit 32 bits for kChunk of k, and are put together in fp64, exactly.
+constexpr i64 kChunk = 448;
+
+template <class V> void wide_weight_panels(const WeightGemm& g, i64 panel, i64 panels) {
+  constexpr i64 most = kBlockRows / 2;
+  alignas(64) std::int32_t sums[kBlockRows * kPanel];
+  alignas(64) double totals[most * kPanel];
+  const i64 stride = wide_stride(g.k);
+  const double unit = static_cast<double>(i64{1} << half_bits(g.planes));
+  Columns columns;
+  for (i64 p = panel; p < panel + panels; ++p) {
+    const i64 first = p * kPanel, count = smaller(kPanel, g.n - first), width = round_up(count, kNarrow);
+    const std::int8_t* w = g.weight + p * panel_bytes(g.k);
+    columns.of(g.w_scale, g.bias, g.sums, first, count, 1.0, 0);
+    for (i64 r = 0; r < g.m; r += most) {
+      const i64 height = smaller(most, g.m - r), passes = blocks_of(width, V::NV * V::W) * blocks_of(2 * height, V::MR[V::NV]);
+      for (i64 i = 0; i < height * kPanel; ++i) totals[i] = 0;
+      for (i64 at = 0; at < g.k; at += kChunk) {
+        Ahead ahead{w + (at + kChunk) * width, blocks_of(width * kStretch / 64, passes)};
+        sums_of_rows<V>(g.x + 2 * (r * stride + at), stride, false, 2 * height, w + at * width, kQuad * width, width,
+                        smaller(kChunk, g.k - at), ahead, sums);
+        for (i64 i = 0; i < height; ++i)
+          for (i64 j = 0; j < width; j += V::W) V::add_halves(totals + i * kPanel + j, sums + 2 * i * kPanel + j, unit);
+      }
+      for (i64 i = 0; i < height; ++i) {
+        if (g.x_scale[r + i] != g.x_scale[r + i]) {
+          unusual_row<V>(g, columns, r + i, first, count, w, width);
+          continue;
+        }
+        for (i64 j = 0; j < count; j += V::W) {
+          auto y = V::scaled(totals + i * kPanel + j, columns.scale + j, columns.bias + j, double{g.x_scale[r + i]});
+          finish<V>(g.after, r + i, first + j, y, count - j);
+        }
+      }
+    }
+  }
+}
+
 template <class V> void weight_gemm(const WeightGemm& g, i64 panel, i64 panels) {
-  Ahead none;
-  weight_panels<V>(g, panel, panels, [&](const std::uint8_t* x, i64 rows, const std::int8_t* w, i64 width, std::int32_t* to) {
-    sums_of_panel<V>(x, g.k, false, rows, w, kQuad * width, width, g.k, none, to);
-  });
+  if constexpr (V::HALVES > 1) {
+    wide_weight_panels<V>(g, panel, panels);
+  } else {
+    Ahead none;
+    weight_panels<V>(g, panel, panels, [&](const std::uint8_t* x, i64 rows, const std::int8_t* w, i64 width, std::int32_t* to) {
+      sums_of_panel<V>(x, g.k, false, rows, w, kQuad * width, width, g.k, none, to);
+    });
+  }
 }
 
 }  // namespace

@@ -10,7 +10,7 @@ from fusewright import machine
 from fusewright.interface import Device, Unavailable
 from fusewright_int8 import engines
 from fusewright_int8.backend import X86Int8
-from fusewright_int8.run import native
+from fusewright_int8.run import native, reference
 from fusewright_int8.target import TARGETS, best
 from tests.backends.int8.common import BY_NAME, ENGINES, F32, U8, needs_core
 
@@ -52,6 +52,24 @@ def test_sums_of_convolutions_do_not_saturate(sizes: tuple[int, int, int, int], 
     packed = engines._operator(e.pack_conv)(w, *rest)
     ours = engines._operator(e.conv)(x, packed, torch.ones(n), None, 1.0, 0, (window, window), *geometry, *PLAIN)
     assert torch.equal(ours.double(), F.conv2d(x.double(), w.double(), None, *geometry))
+
+
+@needs_core
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1, 447, 64), (2, 448, 16), (3, 449, 33), (13, 1000, 130), (1, 9000, 17)])
+def test_long_sums_of_float_rows_are_exact(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    """AVX2 without VNNI puts them together from stretches, each of which just fits 32 bits."""
+    m, k, n = shape
+    x = torch.full((m, k), 1.9921875, dtype=dtype)
+    x[1:] = torch.randn(m - 1, k)
+    w, scale = torch.full((n, k), -128, dtype=torch.int8), torch.rand(n)
+    w[n // 2 :] = torch.randint(-128, 128, (n - n // 2, k), dtype=torch.int8)
+    expected = reference.weight_linear(x, w, scale, None)
+    for name in native.isas():
+        native.use_isa(name)
+        ours = native.weight_linear(x, native.pack_linear(w), scale, None, out_dtype=F32)
+        native.use_isa(None)
+        assert torch.equal(ours, expected), name
 
 
 def test_every_target_is_one_of_the_cores_instruction_sets() -> None:

@@ -11,11 +11,7 @@ namespace {
 struct Vec {
   static constexpr int W = 8;
   static constexpr int NV = 2;
-#ifdef FUSEWRIGHT_AVX_VNNI
   static constexpr int MR[] = {0, 6, 6};
-#else
-  static constexpr int MR[] = {0, 4, 4};
-#endif
 
   using F = __m256;
   using I = __m256i;
@@ -31,29 +27,79 @@ struct Vec {
     __asm__("%{vex%} vpdpbusd %2, %1, %0" : "+x"(acc) : "x"(a), "x"(b));
     return acc;
   }
+  static constexpr int HALVES = 1;
 #else
   // vpmaddubsw saturates at 16 bits, so even and odd bytes are widened to 16 bits in place, and vpmaddwd sums two products
   // exactly.
   struct A { __m256i even, odd; };
   struct B { __m256i even, odd; };
   static A quads(__m256i a) { return {_mm256_and_si256(a, _mm256_set1_epi16(255)), _mm256_srli_epi16(a, 8)}; }
-  static A flip(A a) {
-    __m256i top = _mm256_set1_epi16(128);
-    return {_mm256_xor_si256(a.even, top), _mm256_xor_si256(a.odd, top)};
-  }
   static B load_b(const std::int8_t* p) {
     __m256i b = raw(p);
     return {_mm256_srai_epi16(_mm256_slli_epi16(b, 8), 8), _mm256_srai_epi16(b, 8)};
   }
   static I dot(I acc, A a, B b) {
-    acc = _mm256_add_epi32(acc, _mm256_madd_epi16(a.even, b.even));
-    return _mm256_add_epi32(acc, _mm256_madd_epi16(a.odd, b.odd));
+    return half_dot(half_dot(acc, a.even, b.even), a.odd, b.odd);
+  }
+  // Products of rows take the even bytes of all quads, then the odd ones: with one half of the weights in registers there is room
+  // for the sums of 6 rows. Rows are widened beforehand, so that a half of theirs is one load.
+  static constexpr int HALVES = 2;
+  static I half(const std::int8_t* p, int h) {
+    __m256i b = raw(p);
+    return _mm256_srai_epi16(h ? b : _mm256_slli_epi16(b, 8), 8);
+  }
+  // Not the intrinsics: GCC 12 adds the products of both halves before it adds them to the sums, which then do not fit the registers.
+  static I half_dot(I acc, I a, I b) {
+    I product;
+    __asm__("vpmaddwd %2, %3, %1\n\tvpaddd %1, %0, %0" : "+x"(acc), "=&x"(product) : "x"(a), "x"(b));
+    return acc;
+  }
+  // Split integers into `bits` low bits and the signed rest, and store both as the halves of quads.
+  static void store_halves(I a, int bits, std::uint8_t* low, std::uint8_t* high) {
+    a = _mm256_shuffle_epi32(a, 0xD8);  // each lane is a quad: even numbers, then odd ones
+    const I rest = _mm256_sra_epi32(a, _mm_cvtsi32_si128(bits));
+    const I both = _mm256_packs_epi32(_mm256_and_si256(a, _mm256_set1_epi32((1 << bits) - 1)), rest);
+    const I ordered = _mm256_permute4x64_epi64(both, 0xD8);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(low), _mm256_castsi256_si128(ordered));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(high), _mm256_extracti128_si256(ordered, 1));
+  }
+  // Add W sums of low halves, and those of the rest a row of kPanel later, times `unit`.
+  static void add_halves(double* to, const std::int32_t* sums, double unit) {
+    for (int i = 0; i < W; i += 4) {
+      const __m256d low = _mm256_cvtepi32_pd(four(sums + i)), high = _mm256_cvtepi32_pd(four(sums + kPanel + i));
+      _mm256_storeu_pd(to + i, _mm256_add_pd(_mm256_loadu_pd(to + i), _mm256_fmadd_pd(high, _mm256_set1_pd(unit), low)));
+    }
+  }
+  static F scaled(const double* y, const double* scale, const double* bias, double row) {
+    __m128 half[2];
+    for (int i = 0; i < 2; ++i) {
+      const __m256d by = _mm256_mul_pd(_mm256_loadu_pd(scale + 4 * i), _mm256_set1_pd(row));
+      half[i] = _mm256_cvtpd_ps(_mm256_add_pd(_mm256_mul_pd(_mm256_loadu_pd(y + 4 * i), by), _mm256_loadu_pd(bias + 4 * i)));
+    }
+    return _mm256_set_m128(half[1], half[0]);
+  }
+  // Write each quad of x, XORed with `flip`, as its even bytes and then its odd ones, in 16 bits; the last quad is padded with zeros.
+  static void widen(const std::uint8_t* x, i64 k, std::uint8_t flip, std::uint8_t* to) {
+    const __m256i mask = _mm256_set1_epi8(static_cast<char>(flip));
+    auto eight = [&](__m256i a, std::uint8_t* put) {
+      const A wide = quads(_mm256_xor_si256(a, mask));
+      const __m256i low = _mm256_unpacklo_epi32(wide.even, wide.odd), high = _mm256_unpackhi_epi32(wide.even, wide.odd);
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(put), _mm256_permute2x128_si256(low, high, 0x20));
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(put + 32), _mm256_permute2x128_si256(low, high, 0x31));
+    };
+    i64 at = 0;
+    for (; at + 32 <= k; at += 32) eight(raw(x + at), to + 2 * at);
+    if (at == k) return;
+    alignas(32) std::uint8_t rest[32], wide[64];
+    for (i64 i = 0; i < 32; ++i) rest[i] = at + i < k ? x[at + i] : flip;
+    eight(raw(rest), wide);
+    __builtin_memcpy(to + 2 * at, wide, static_cast<std::size_t>(2 * ((k - at + 3) / 4 * 4)));
   }
 #endif
-  static A broadcast(const std::uint8_t* p) {
+  static I broadcast(const std::uint8_t* p) {
     std::int32_t word;
     __builtin_memcpy(&word, p, 4);
-    return quads(_mm256_set1_epi32(word));
+    return _mm256_set1_epi32(word);
   }
   static A load_a(const std::uint8_t* p) { return quads(raw(p)); }
   // Unpacking works in 128-bit lanes, so words are first moved to the lane that needs them.
@@ -141,11 +187,13 @@ struct Vec {
     __m256d r = _mm256_set1_pd(row);
     return scaled(a, _mm256_mul_pd(_mm256_loadu_pd(scale), r), _mm256_mul_pd(_mm256_loadu_pd(scale + 4), r), bias);
   }
+#ifdef FUSEWRIGHT_AVX_VNNI
   static F joined(const std::int32_t* s, i64 planes, const std::int32_t* offset, const double* scale, const double* bias,
                   double row) {
     __m128 lo = joined_half(s, planes, offset, scale, bias, row);
     return _mm256_set_m128(joined_half(s + 4, planes, offset + 4, scale + 4, bias + 4, row), lo);
   }
+#endif
   static I quantized64(F a, double inverse, double zero, double low, double high) {
     __m128i lo = quantized64(_mm256_cvtps_pd(_mm256_castps256_ps128(a)), inverse, zero, low, high);
     __m128i hi = quantized64(_mm256_cvtps_pd(_mm256_extractf128_ps(a, 1)), inverse, zero, low, high);
@@ -163,6 +211,7 @@ struct Vec {
     return _mm256_set_m128(_mm256_cvtpd_ps(y), _mm256_cvtpd_ps(x));
   }
   static __m128i four(const std::int32_t* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
+#ifdef FUSEWRIGHT_AVX_VNNI
   static __m128 joined_half(const std::int32_t* s, i64 planes, const std::int32_t* offset, const double* scale,
                             const double* bias, double row) {
     __m256d y = _mm256_cvtepi32_pd(_mm_sub_epi32(four(s + (planes - 1) * kPanel), four(offset)));
@@ -171,6 +220,7 @@ struct Vec {
     y = _mm256_mul_pd(y, _mm256_mul_pd(_mm256_loadu_pd(scale), _mm256_set1_pd(row)));
     return _mm256_cvtpd_ps(_mm256_add_pd(y, _mm256_loadu_pd(bias)));
   }
+#endif
   static __m128i quantized64(__m256d x, double inverse, double zero, double low, double high) {
     x = _mm256_add_pd(_mm256_mul_pd(x, _mm256_set1_pd(inverse)), _mm256_set1_pd(zero));
     __m256d ordered = _mm256_cmp_pd(x, x, _CMP_ORD_Q);

@@ -11,6 +11,7 @@ namespace {
 struct Vec {
   static constexpr int W = 16;
   static constexpr int NV = 4;
+  static constexpr int HALVES = 1;
   // Accumulators fill the 32 registers: 6 x 4 = 24, plus four for weights and one for x.
   static constexpr int MR[] = {0, 12, 12, 8, 6};
 

@@ -13,6 +13,7 @@ namespace {
 struct Vec {
   static constexpr int W = 8;        // lanes of 32 bits
   static constexpr int NV = 2;       // vectors of columns per product
+  static constexpr int HALVES = 1;   // parts of a quad that are multiplied one after the other
   static constexpr int MR[] = {0, 2, 2};  // most rows, indexed by the number of vectors
 
   struct F { float v[W]; };
