@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 
 from fusewright.interface import CompileContext
+from fusewright.plan.ir import DIRECT
 from fusewright.toolkit.backend.candidates import Lazy, Thunk
-from fusewright_cpu.onednn import own
-from fusewright_cpu.onednn.choices import own_product
+from fusewright_cpu.kernels.by_hand import MOST_GEMV_ROWS
+from fusewright_cpu.onednn import choices, own
+from fusewright_cpu.onednn.choices import few_rows, in_turn, own_product
 from fusewright_cpu.onednn.fused import HALVES, half_features
 from fusewright_int8.operators import name
 from fusewright_int8.run import native
@@ -157,6 +159,9 @@ FLOATS = "floats"
 OWN_FLOATS = "floats, own"
 """The candidate that stands for our own float kernel, beside oneDNN's."""
 
+FEW_FLOATS = "floats, few rows"
+"""The candidate that stands for our float kernel of few rows, which reads the weight unpacked."""
+
 
 def fastest(
     ctx: CompileContext, shape: Product | Convolution | Dynamic, among: Sequence[Engine] | None = None,
@@ -179,6 +184,9 @@ def fastest(
 
 
 def _operator(target: str) -> Callable[..., torch.Tensor]:
+    """Return what a plan calls for a target, which torch's dispatcher would make 20 us longer."""
+    if (direct := DIRECT.get(target)) is not None:
+        return direct
     namespace, _, rest = target.partition("::")
     return getattr(getattr(torch.ops, namespace), rest.partition(".")[0])
 
@@ -227,27 +235,36 @@ def _dynamic(e: Engine, p: Dynamic) -> Callable[[], Thunk]:
 
 
 def reading_pays(ctx: CompileContext, m: int, k: int, n: int, dtype: torch.dtype) -> bool:
-    """Whether our core, which reads the 8-bit weight, is faster than a float product with the weight widened beforehand."""
+    """Whether our core, which reads the 8-bit weight, is faster than a float product with the weight widened beforehand.
+    Weights take turns, since those of other layers lie between two calls."""
     if native.absent():
         return False
     width = min(n, max(64, MOST_MEASURED // k))
 
     def core() -> Thunk:
-        x, scale = torch.ones(m, k, dtype=dtype), torch.full((n,), 0.01)
-        packed, run = _operator(name("pack_linear"))(_bytes((width, k), torch.int8)), _operator(name("weight_linear"))
-        return lambda: run(x, packed, scale[:width], None, None, "none", (), dtype)
+        x, scale = torch.ones(m, k, dtype=dtype), torch.full((width,), 0.01)
+        pack, run = _operator(name("pack_linear")), _operator(name("weight_linear"))
+        turn = in_turn(width, k, torch.int8, lambda: pack(_bytes((width, k), torch.int8)))
+        return lambda: run(x, next(turn), scale, None, None, "none", (), dtype)
 
     def widened() -> Thunk:
-        x, run = torch.ones(m, k, dtype=dtype), _float_linear(torch.ones(width, k, dtype=dtype), m)
-        return lambda: run(x)
+        x, w = torch.ones(m, k, dtype=dtype), torch.ones(width, k, dtype=dtype)
+        turn: Iterator[Any] = in_turn(width, k, dtype, lambda: cast(Any, _float_linear(w.clone(), m)))
+        return lambda: next(turn)(x)
 
     def widened_in_own() -> Thunk:
         x, run = torch.ones(m, k, dtype=dtype), own_product(own.kernel_of(dtype), m, k, width)
         return lambda: run(x)
 
+    def widened_few() -> Thunk:
+        x, run = torch.ones(m, k, dtype=dtype), few_rows(choices.Product(m, k, width, dtype, bias=False))
+        turn = in_turn(width, k, dtype, lambda: torch.ones(width, k, dtype=dtype))
+        return lambda: run(x, next(turn), None)
+
     if ctx.options.get("engine") == "core":
         return True
     ours = {OWN_FLOATS: widened_in_own} if ctx.options["prepack"] == "auto" and own.fits(m, k, dtype) else {}
+    ours |= {FEW_FLOATS: widened_few} if 0 < m <= MOST_GEMV_ROWS else {}
     key = f"int8 weight {str(dtype).removeprefix('torch.')} {m}x{k}x{n}{''.join(f' {name}' for name in ours)}"
     return ctx.choose(key, Lazy({"float": widened, **ours, "core": core})) == "core"
 
@@ -272,7 +289,8 @@ def _onednn_takes(dtype: torch.dtype) -> bool:
 def _float_linear(w: torch.Tensor, m: int) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return the product of m rows with a weight that is not quantized."""
     if not _onednn_takes(w.dtype):
-        return lambda x: torch.nn.functional.linear(x, w)
+        few = few_rows(choices.Product(m, w.shape[1], w.shape[0], w.dtype, bias=False)) if m <= MOST_GEMV_ROWS else None
+        return lambda x: few(x, w, None) if few else torch.nn.functional.linear(x, w)
     packed, run = torch.ops.mkldnn._reorder_linear_weight(w, m), torch.ops.mkldnn._linear_pointwise
     return lambda x: run(x, packed, None, "none", [], "")
 

@@ -8,11 +8,13 @@ from torch.nn import functional as F
 
 from fusewright import machine
 from fusewright.interface import Device, Unavailable
-from fusewright_int8 import engines
+from fusewright_int8 import engines, operators
 from fusewright_int8.backend import X86Int8
+from fusewright_int8.operators import name
 from fusewright_int8.run import native, reference
 from fusewright_int8.target import TARGETS, best
-from tests.backends.int8.common import BY_NAME, ENGINES, F32, U8, needs_core
+from tests.backends.int8.common import BY_NAME, DEVICE, ENGINES, F32, U8, needs_core
+from tests.fragments import Context, by_preference
 
 AVX2 = frozenset({"avx2", "fma3"})
 EXTREMES = {"highest": (255, 127), "lowest": (255, -128), "signed": (-128, -128), "random": None}
@@ -65,11 +67,22 @@ def test_long_sums_of_float_rows_are_exact(shape: tuple[int, int, int], dtype: t
     w, scale = torch.full((n, k), -128, dtype=torch.int8), torch.rand(n)
     w[n // 2 :] = torch.randint(-128, 128, (n - n // 2, k), dtype=torch.int8)
     expected = reference.weight_linear(x, w, scale, None)
-    for name in native.isas():
-        native.use_isa(name)
+    for isa in native.isas():
+        native.use_isa(isa)
         ours = native.weight_linear(x, native.pack_linear(w), scale, None, out_dtype=F32)
         native.use_isa(None)
-        assert torch.equal(ours, expected), name
+        assert torch.equal(ours, expected), isa
+
+
+@needs_core
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_few_rows_are_compared_with_the_float_kernel_that_would_compute_them(dtype: torch.dtype) -> None:
+    ctx = Context({**X86Int8.options, "prepack": "never"}, DEVICE, by_preference(engines.FEW_FLOATS, "core"))
+    assert [engines.reading_pays(ctx, m, 64, 32, dtype) for m in (1, 4, 40)] == [False, False, True]
+
+
+def test_a_measurement_calls_what_a_plan_calls() -> None:
+    assert engines._operator(name("linear")) is operators.linear
 
 
 def test_every_target_is_one_of_the_cores_instruction_sets() -> None:
