@@ -76,6 +76,9 @@ def linear_reason(op: OpView) -> str | None:
         return "needs an input of two dimensions or more and a matrix of weights"
     if not static(*w.shape) or 0 in x.shape:
         return "needs a weight of fixed size, and no empty input"
+    bias = op.arg("bias")
+    if bias is not None and not own.is_dense_bias(spec_of(bias), w.shape[0]):
+        return "needs a dense bias with a number for each column"
     return "mixed dtypes" if mixed_types(op) else None
 
 
@@ -87,7 +90,7 @@ def mm_reason(op: OpView) -> str | None:
         return "needs matrices that are dense, plain or transposed"
     if op.op == "addmm":
         bias = spec_of(op.arg("self"))
-        if bias.shape != (spec_of(w).shape[1],) or bias.stride != (1,):
+        if not own.is_dense_bias(bias, spec_of(w).shape[1]):
             return "adds something else than a bias"
         if (op.arg("beta"), op.arg("alpha")) != (1, 1):
             return "scales what it adds"

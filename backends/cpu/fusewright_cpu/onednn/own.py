@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 import torch
 
-from fusewright.interface import OpView, TensorSpec, Value, hint
+from fusewright.interface import OpView, Size, TensorSpec, Value, hint
 from fusewright.plan.ir import Ref
 from fusewright.toolkit.ir.types import from_torch
 from fusewright.toolkit.region.builder import Builder, contiguous_strides
@@ -116,8 +116,15 @@ def gemv_of(op: OpView, operands: Sequence[Value | None], b: Builder) -> Gemv | 
     rows, weight = x.numel_hint() // max(k, 1), (k, 1) if op.op == "linear" else (1, k)
     if not 0 < rows <= MOST_GEMV_ROWS or not _dense(x, contiguous_strides(x.shape)) or not _dense(w, weight):  # type: ignore[arg-type]
         return None
+    if bias is not None and not is_dense_bias(bias, w.shape[0 if op.op == "linear" else 1]):
+        return None
     kernel = Gemv(rows, from_torch(x.dtype), from_torch(w.dtype), "" if bias is None else from_torch(bias.dtype))
     return None if kernel.refused(host_target()) else kernel
+
+
+def is_dense_bias(spec: TensorSpec, columns: Size) -> bool:
+    """Whether there is one number per column, side by side: our kernels, as oneDNN's calls, read no strides of a bias."""
+    return spec.shape == (columns,) and _dense(spec, (1,))
 
 
 def _dense(spec: TensorSpec, stride: Sequence[int]) -> bool:

@@ -57,6 +57,19 @@ def test_more_rows_and_small_weights_stay_with_the_libraries(rows: int, columns:
     assert targets(check(g, [y], "gemv")) == ["mkldnn::_linear_pointwise"]
 
 
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("bias", [torch.randn(WIDE, 3)[:, 1], torch.randn(1).expand(WIDE), torch.randn(1)])
+@pytest.mark.parametrize("rows", [2, 40])
+def test_no_call_of_ours_reads_strides_of_a_bias(rows: int, bias: torch.Tensor) -> None:
+    w = torch.randn(WIDE, 264)
+    for prepack in ("auto", "never", "always"):
+        torch.compiler.reset()
+        given = torch.randn(rows, 264), w, bias
+        ours = torch.compile(torch.nn.functional.linear, backend="x86_onednn", options={"prepack": prepack, "strict": True})
+        with torch.no_grad():
+            close(ours(*given), torch.nn.functional.linear(*given))
+
+
 def test_bf16_needs_no_instructions_for_it() -> None:
     g, given = _sketch((3,), BF16)
     y = g.op("linear", *given)
