@@ -40,7 +40,8 @@ def _captured(gm: GraphModule, example_inputs: Sequence[Any], compile_graph: Com
                 raise
             log.warning("fusewright: eager runs a graph that writes into an input whose elements share memory")
             return gm.forward  # it raises its own error, or runs if eager allows it
-    run = compile_graph(aten, "infer", constants, "direct")
+    with compat.disable_autocast():  # it would change the types of products that the compiler makes or measures
+        run = compile_graph(aten, "infer", constants, "direct")
     if not compat.autocast_enabled():
         return lambda *args: run(list(args))
 

@@ -8,7 +8,7 @@ import math
 import operator
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch.fx import Graph, Node
@@ -37,6 +37,9 @@ SUMMED: Mapping[str, tuple[str, slice]] = {
 
 Wider: TypeAlias = Callable[[str, torch.dtype, int], torch.dtype | None]
 
+ANY_FLOAT = ("attn_mask", "logsumexp")
+"""Arguments of attention that may be in the wider type where others are not."""
+
 LEAST_PRODUCTS = 1 << 15
 """Below these multiplications, more calls cost more than wider ones gain."""
 
@@ -62,13 +65,16 @@ def _wider(node: Node, wider: Wider) -> torch.dtype | None:
     if not operands:
         return None
     name, sizes = SUMMED[row.name]
-    first, summed = operands[0], spec.value_of(row.bind(node.args, node.kwargs)[name])
+    given = row.bind(node.args, node.kwargs)
+    first, summed = operands[0], spec.value_of(given[name])
     products = math.prod(hint(spec.size(n)) for n in summed.shape[sizes])
     result = spec.value_of(node) if isinstance(spec.value_of(node), torch.Tensor) else first
     if products * spec.tensor_spec(result).numel_hint() < LEAST_PRODUCTS:
         return None
     found = wider(row.name, first.dtype, _rows(operands))
-    return found if {t.dtype for t in operands} <= {first.dtype, found} else None
+    apart = {given.get(n) for n in ANY_FLOAT if row.name.startswith("sdpa")}
+    same = all(spec.value_of(n).dtype in (first.dtype, found if n in apart else first.dtype) for n in _floating(node))
+    return found if same else None  # a product of two types is an error, which must stay one
 
 
 def _floating(node: Node) -> list[Node]:
@@ -94,12 +100,13 @@ def _widened(r: Rewriter, node: Node, wide: torch.dtype) -> bool:
         return False
     with r.graph.inserting_before(node):
         narrow = [n for n in _floating(node) if spec.value_of(n).dtype is not wide]
-        casts = {n: r.call("cast", (n,), kwargs={"dtype": wide}) for n in narrow}
-        for cast in casts.values():
-            cast.meta[COMPUTED_ONCE] = True
+        static = all(spec.tensor_spec(spec.value_of(n)).static for n in narrow)
+        casts = {n: _cast(r, n, wide, static) for n in narrow}
         args, kwargs = map_arg((node.args, dict(node.kwargs)), lambda n: casts.get(n, n))
-        made = r.call(row.name, args, kwargs=kwargs)
+        made = r.call(row.name, args, like=None if static else node, kwargs=kwargs)
         made.meta.update({k: v for k, v in node.meta.items() if k != "val"})
+        if not static:  # tracing the op would choose a kernel by its sizes, and so assume something of them
+            made.meta["val"] = _in_type(spec.value_of(node), spec.value_of(narrow[0]).dtype, wide)
     results = [spec.value_of(made) if p is node else spec.value_of(made)[p.args[1]] for p in parts]
     formats = [f for result, p in zip(results, parts, strict=True) if (f := _format(result, spec.value_of(p))) is not None]
     if len(formats) < len(parts):
@@ -117,6 +124,30 @@ def _widened(r: Rewriter, node: Node, wide: torch.dtype) -> bool:
     return True
 
 
+def _cast(r: Rewriter, x: Node, wide: torch.dtype, static: bool) -> Node:
+    """Return a tensor in a wider type. One of symbolic sizes becomes contiguous, because strides that depend on its own would be
+    compared."""
+    if static:
+        made = r.call("cast", (x,), kwargs={"dtype": wide})
+    else:
+        made = r.call("cast", (x,), like=x, kwargs={"dtype": wide, "memory_format": torch.contiguous_format})
+        made.meta["val"] = _in_type(spec.value_of(x), spec.value_of(x).dtype, wide)
+    made.meta[COMPUTED_ONCE] = True
+    return made
+
+
+def _in_type(val: Any, narrow: torch.dtype, wide: torch.dtype) -> Any:
+    """Return results as traced, those of type `narrow` as contiguous ones of type `wide`."""
+    if isinstance(val, tuple | list):
+        return tuple(_in_type(v, narrow, wide) for v in val)
+    return _like(val, wide, torch.contiguous_format) if isinstance(val, torch.Tensor) and val.dtype is narrow else val
+
+
+def _like(val: torch.Tensor, dtype: torch.dtype, how: torch.memory_format) -> torch.Tensor:
+    with compat.fake_mode_of(val):
+        return torch.empty(val.shape, dtype=dtype, device=val.device, memory_format=how)
+
+
 def _projection(graph: Graph, made: Node, part: Node) -> Node:
     found = graph.call_function(operator.getitem, (made, part.args[1]))
     found.meta.update(part.meta, val=spec.value_of(made)[part.args[1]])
@@ -125,7 +156,13 @@ def _projection(graph: Graph, made: Node, part: Node) -> Node:
 
 def _format(made: torch.Tensor, wanted: torch.Tensor) -> dict[str, torch.memory_format] | None:
     """Return what a cast must be told to give one tensor the strides of another; None if it cannot."""
-    if all(compat.statically_true(a == b) for a, b in zip(made.stride(), wanted.stride(), strict=True)):
+    if _same_strides(made, wanted):
         return {}
     formats = (torch.contiguous_format, *((torch.channels_last,) if wanted.dim() == 4 else ()))
-    return next(({"memory_format": f} for f in formats if wanted.is_contiguous(memory_format=f)), None)
+    return next(({"memory_format": f} for f in formats if _same_strides(_like(wanted, wanted.dtype, f), wanted)), None)
+
+
+def _same_strides(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors of one shape are laid out alike, whatever their symbolic sizes are."""
+    steps = zip(a.shape, a.stride(), b.stride(), strict=True)
+    return all(compat.statically_true(n == 1) or compat.statically_true(x == y) for n, x, y in steps)

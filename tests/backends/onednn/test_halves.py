@@ -74,3 +74,35 @@ def test_a_weight_that_changes_is_widened_again() -> None:
         compiled(x)
         m.weight.mul_(2)
         torch.testing.assert_close(compiled(x), m(x))
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_autocast_is_off_while_compiling(dtype: torch.dtype) -> None:
+    """It would narrow the widened product, and the products that are measured."""
+    m, x = _net().eval().requires_grad_(False), torch.randn(8, 3, 16, 16)
+    with torch.no_grad(), torch.autocast("cpu", dtype=dtype), report.recording() as graphs:
+        eager, ours = m(x), torch.compile(m, backend="x86_onednn", options={"strict": True})(x)
+    assert graphs[0].capture == "direct" and graphs[0].rules["product.wider"] == 4
+    torch.testing.assert_close(ours, eager, rtol=8 * EPS[dtype], atol=8 * EPS[dtype])
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_a_product_of_two_types_is_eagers_error(dtype: torch.dtype) -> None:
+    x, w = torch.randn(40, 64, dtype=dtype), torch.randn(96, 64)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="same dtype"):
+        torch.compile(torch.nn.functional.linear, backend="x86_onednn")(x, w)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_convolutions_of_symbolic_sizes_assume_nothing_of_them(training: bool) -> None:
+    """Tracing one chooses a kernel of eager's by its sizes; `strict` raises what is assumed."""
+    m = nn.Conv2d(3, 32, 3, padding=1).bfloat16()
+    compiled = torch.compile(m, backend="x86_onednn", dynamic=True, options={"strict": True})
+    for n, size in ((2, 16), (3, 24)):
+        x = torch.randn(n, 3, size, size).bfloat16().requires_grad_(training)
+        with torch.set_grad_enabled(training):
+            ours, eager = compiled(x), m(x)
+        torch.testing.assert_close(ours, eager, rtol=1e-2, atol=1e-2)
+        assert ours.stride() == eager.stride()
+        if training:
+            torch.testing.assert_close(*(torch.autograd.grad(y.float().sum(), x)[0] for y in (ours, eager)), rtol=3e-2, atol=3e-2)

@@ -61,6 +61,7 @@ def test_each_gradient_of_a_convolution_is_rounded() -> None:
         ("%2: bf16[4,512] = input('a')\n%3: bf16[64,512] = input('b')\n%4: bf16[4,64] = linear(%2, %3, None)\nreturn [%4]\n",
          "its weight is read once"),
         ("%2: i64[64,64] = input('a')\n%3: i64[64,64] = mm(%2, %2)\nreturn [%3]\n", "it is of integers"),
+        ("%2: f32[64,128] = input('a')\n%3: bf16[32,128] = mm(%0, %2)\nreturn [%3]\n", "its types differ"),
         ("%2: bf16[2,2] = input('a')\n%3: bf16[2,2] = mm(%2, %2)\nreturn [%3]\n", "it is small"),
     ],
 )  # fmt: skip
