@@ -30,15 +30,16 @@ SUMMED: Mapping[str, tuple[str, slice]] = {
     "linear": ("weight", slice(1, None)), "mm": ("self", slice(1, None)), "addmm": ("mat1", slice(1, None)),
     "matmul": ("self", slice(-1, None)), "mv": ("self", slice(1, None)), "addmv": ("mat", slice(1, None)),
     "bmm": ("self", slice(2, None)), "baddbmm": ("batch1", slice(2, None)),
-    "sdpa": ("key", slice(2, None)), "sdpa_with_lse": ("key", slice(2, None)), "sdpa_backward": ("key", slice(2, None)),
+    "sdpa": ("key", slice(2, None)),
     "conv": ("weight", slice(1, None)), "conv_backward": ("weight", slice(1, None)),
 }  # fmt: skip
-"""Rows that are widened. The product of these sizes of this argument is the number of products in each sum."""
+"""Rows that are widened. The product of these sizes of this argument is the number of products in each sum. Attention in training
+is not: kernels may pass on what they widen without the rounding in between, and gradients need the scores of the forward pass."""
 
 Wider: TypeAlias = Callable[[str, torch.dtype, int], torch.dtype | None]
 
-ANY_FLOAT = ("attn_mask", "logsumexp")
-"""Arguments of attention that may be in the wider type where others are not."""
+ANY_FLOAT = "attn_mask"
+"""An argument of attention that may be in the wider type where others are not."""
 
 LEAST_PRODUCTS = 1 << 15
 """Below these multiplications, more calls cost more than wider ones gain."""
@@ -72,8 +73,8 @@ def _wider(node: Node, wider: Wider) -> torch.dtype | None:
     if products * spec.tensor_spec(result).numel_hint() < LEAST_PRODUCTS:
         return None
     found = wider(row.name, first.dtype, _rows(operands))
-    apart = {given.get(n) for n in ANY_FLOAT if row.name.startswith("sdpa")}
-    same = all(spec.value_of(n).dtype in (first.dtype, found if n in apart else first.dtype) for n in _floating(node))
+    mask = given.get(ANY_FLOAT)
+    same = all(spec.value_of(n).dtype in (first.dtype, found if n is mask else first.dtype) for n in _floating(node))
     return found if same else None  # a product of two types is an error, which must stay one
 
 
@@ -116,8 +117,7 @@ def _widened(r: Rewriter, node: Node, wide: torch.dtype) -> bool:
     for part, how in zip(parts, formats, strict=True):
         with r.graph.inserting_before(part):
             rounded = made if part is node else _projection(r.graph, made, part)
-            if spec.value_of(rounded).dtype != spec.value_of(part).dtype or how:  # not a log-sum-exp, which is wide
-                rounded = r.call("cast", (rounded,), like=part, kwargs={"dtype": spec.value_of(part).dtype, **how})
+            rounded = r.call("cast", (rounded,), like=part, kwargs={"dtype": spec.value_of(part).dtype, **how})
         part.replace_all_uses_with(rounded)
         if part is not node:
             r.graph.erase_node(part)
