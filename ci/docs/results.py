@@ -17,6 +17,7 @@ FOLDER = Path(__file__).resolve().parents[2] / "docs/results"
 NAME = re.compile(r"(?P<date>\d{4}-\d\d-\d\d)-(?P<machine>[a-z0-9]+)(?:-(?P<what>[a-z0-9-]+))?\.json")
 MACHINES = {
     "x86": "2-core AMD Zen 5 virtual machine (AVX-512, VNNI, BF16), 2 threads",
+    "zen3": "2-core AMD Zen 3 virtual machine (AVX2 alone), 2 threads",
     "h100": "NVIDIA H100 80 GB",
     "h200": "NVIDIA H200; Intel Xeon with AMX, 16 cores",
     "h200x2": "Two NVIDIA H200; Intel Xeon with AMX, 32 cores",

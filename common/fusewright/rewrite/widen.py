@@ -1,6 +1,6 @@
 """Products in a wider type: on a device without instructions for a half type, its products take several times those of fp32
-(`DevicePolicy.wider`; docs/studies/onednn.md has figures for x86). Operands are widened, which is exact, and the result is rounded
-once, as by eager, whose sums are fp32 too but in another order."""
+(`DevicePolicy.wider`). Operands are widened, which is exact, and the result is rounded once, as by eager, whose sums are fp32 too
+but in another order."""
 
 from __future__ import annotations
 
