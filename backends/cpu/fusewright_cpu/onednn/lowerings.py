@@ -117,8 +117,10 @@ def linear_form(m: Match, b: Builder) -> str:
     op = m.anchor
     product = product_of(op)
     x, w, _ = operands(op)
-    few = [own.FEW_ROWS] if product.k * product.n >= FITTED.gemv_weight and own.gemv_of(op, operands(op), b) else []
-    if not multiplies(product.dtype, b.ctx.device):
+    library = multiplies(product.dtype, b.ctx.device)
+    worth = not library or product.k * product.n >= FITTED.gemv_weight
+    few = [own.FEW_ROWS] if worth and own.gemv_of(op, operands(op), b) else []
+    if not library:
         return choices.linear_form(b.ctx, product, ("aten", *few), unary_of(m, b))
     if not spec_of(x).static:  # oneDNN generates and keeps code for each number of rows; eager's fp32 library does not
         small = product.m * product.k * product.n < FITTED.small_product
