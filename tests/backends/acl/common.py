@@ -19,10 +19,11 @@ DTYPES = {F32: "fp32", BF16: "bf16"}
 
 
 def core(name: str = "neoverse-v1") -> Device:
-    """A core of the table as a real device, not marked as simulated."""
+    """A core of the table as a real device, not marked as simulated, with the products of its own oneDNN."""
     found = GravitonAcl.simulated({"target": name})
     assert isinstance(found, Device)
-    return Device(found.type, found.arch, found.features)
+    products = {"mkldnn_bf16"} if "bf16" in found.features else set[str]()
+    return Device(found.type, found.arch, found.features | products)
 
 
 def compiled(g: Sketch, outputs: list[Value], *prefer: str, on: str = "neoverse-v1", **options: Any) -> Fragment:
