@@ -9,7 +9,7 @@ import torch
 
 needs_bf16 = pytest.mark.skipif(
     not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()),
-    reason="oneDNN takes no bf16 on this CPU: on x86 that needs AVX-512 or AVX-NE-CONVERT, on Arm BF16",
+    reason="oneDNN takes no bf16 on this CPU; runs on x86 with AVX-512 or AVX-NE-CONVERT, and on Arm with BF16",
 )
 """Of tests that run oneDNN's own calls in bf16. Eager's and our kernels compute it on any CPU."""
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import torch
 
@@ -249,7 +249,7 @@ def reading_pays(ctx: CompileContext, m: int, k: int, n: int, dtype: torch.dtype
 
     def widened() -> Thunk:
         x, w = torch.ones(m, k, dtype=dtype), torch.ones(width, k, dtype=dtype)
-        turn: Iterator[Any] = in_turn(width, k, dtype, lambda: cast(Any, _float_linear(w.clone(), m)))
+        turn = in_turn(width, k, dtype, lambda: _float_linear(w.clone(), m))
         return lambda: next(turn)(x)
 
     def widened_in_own() -> Thunk:

@@ -38,8 +38,8 @@ is not: kernels may pass on what they widen without the rounding in between, and
 
 Wider: TypeAlias = Callable[[str, torch.dtype, int], torch.dtype | None]
 
-ANY_FLOAT = "attn_mask"
-"""An argument of attention that may be in the wider type where others are not."""
+MASK = "attn_mask"
+"""The argument of attention that may be in the wider type where others are not."""
 
 LEAST_PRODUCTS = 1 << 15
 """Below these multiplications, more calls cost more than wider ones gain."""
@@ -62,19 +62,19 @@ def _wider(node: Node, wider: Wider) -> torch.dtype | None:
     row = ops.find(node.target) if is_op(node) else None
     if row is None or row.name not in SUMMED or UNTRUSTED in node.meta:
         return None
-    operands = [spec.value_of(n) for n in _floating(node)]
-    if not operands:
+    floating = _floating(node)
+    if not floating:
         return None
     name, sizes = SUMMED[row.name]
-    given = row.bind(node.args, node.kwargs)
-    first, summed = operands[0], spec.value_of(given[name])
-    products = math.prod(hint(spec.size(n)) for n in summed.shape[sizes])
-    result = spec.value_of(node) if isinstance(spec.value_of(node), torch.Tensor) else first
+    given, operands = row.bind(node.args, node.kwargs), [spec.value_of(n) for n in floating]
+    products = math.prod(hint(spec.size(n)) for n in spec.value_of(given[name]).shape[sizes])
+    first, val = operands[0], spec.value_of(node)
+    result = val if isinstance(val, torch.Tensor) else first
     if products * spec.tensor_spec(result).numel_hint() < LEAST_PRODUCTS:
         return None
     found = wider(row.name, first.dtype, _rows(operands))
-    mask = given.get(ANY_FLOAT)
-    same = all(spec.value_of(n).dtype in (first.dtype, found if n is mask else first.dtype) for n in _floating(node))
+    mask = given.get(MASK)
+    same = all(t.dtype in (first.dtype, found if n is mask else first.dtype) for n, t in zip(floating, operands, strict=True))
     return found if same else None  # a product of two types is an error, which must stay one
 
 

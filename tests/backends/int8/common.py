@@ -23,7 +23,7 @@ DEVICE = Device("cpu", "avx512_vnni", frozenset({"avx512_vnni", "mkldnn_bf16"}))
 BY_NAME = {e.name: e for e in engines.ENGINES}
 ENGINES = tuple(e.name for e in present())
 needs_core = pytest.mark.skipif(native.absent() is not None, reason=f"no native core: {native.absent()}")
-needs_onednn = pytest.mark.skipif("onednn" not in ENGINES, reason=f"oneDNN is no engine here: {BY_NAME['onednn'].absent()}")
+needs_onednn = pytest.mark.skipif("onednn" not in ENGINES, reason=f"{BY_NAME['onednn'].absent()}; runs with VNNI")
 U8, I8, F32, BF16 = torch.uint8, torch.int8, torch.float32, torch.bfloat16
 LIMITS = {U8: (0, 255), I8: (-128, 127)}
 TIE = 1e-4

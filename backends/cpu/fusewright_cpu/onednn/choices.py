@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import cycle
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
@@ -20,6 +20,8 @@ from fusewright_cpu.kernels.by_hand import DEPTHWISE_CHANNELS, Attention, Depthw
 from fusewright_cpu.onednn import own
 from fusewright_cpu.onednn.patterns import POST_OPS
 from fusewright_cpu.run.jit import compile_kernels
+
+Made = TypeVar("Made")
 
 PROXY_FLOPS = 8e8
 """Products above this are measured on fewer columns, so that a candidate takes no more than a few
@@ -184,9 +186,9 @@ def _linear_thunk(p: Product, form: str, matrix: Matrix, columns: int = 0, after
     return make
 
 
-def in_turn(n: int, k: int, dtype: torch.dtype, make: Callable[[], torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield equal weights [n, k] in turn: in a model, those of other layers push one out of the cores' caches, and forms of a
-    product differ in what that costs. (A weight in MKL's layout cannot be copied.)"""
+def in_turn(n: int, k: int, dtype: torch.dtype, make: Callable[[], Made]) -> Iterator[Made]:
+    """Yield equal weights [n, k], or what holds one, in turn: in a model, those of other layers push one out of the cores' caches,
+    and forms of a product differ in what that costs. (A weight in MKL's layout cannot be copied.)"""
     cached = min(MOST_COPIED, torch.get_num_threads() * CORE_CACHE)
     return cycle([make() for _ in range(math.ceil(cached / max(1, n * k * dtype.itemsize)))])
 

@@ -107,9 +107,10 @@ class OneDnnBackend(FusedBackend):
 
     def _wider(self, op: str, dtype: torch.dtype, rows: int) -> torch.dtype | None:
         """Return fp32 for products of a half type that oneDNN refuses, unless a kernel of ours takes them."""
-        if self.halves.get(dtype, "") in (*self.running_on().features, ""):
+        feature = self.halves.get(dtype)
+        if feature is None or feature in self.running_on().features:
             return None
-        ours = dtype is torch.bfloat16 and (op.startswith("sdpa") or (op == "linear" and rows <= MOST_GEMV_ROWS))
+        ours = dtype is torch.bfloat16 and (op == "sdpa" or (op == "linear" and rows <= MOST_GEMV_ROWS))
         return None if ours else torch.float32
 
     def fingerprint(self) -> str:

@@ -32,7 +32,6 @@ from fusewright.conformance.ops.samples import (
     max_pool,
     q_conv,
     q_linear,
-    q_weight,
     saved,
     t,
     weight_norm,
@@ -404,7 +403,7 @@ CASES: Cases = {
         saved(
             q_linear,
             T((3, 16), U8, 0, 255),
-            q_weight(8, 16),
+            T((8, 16), I8, -128, 128),
             0.02,
             100,
             t(8, low=0.01, high=0.1, dtype=F32),
@@ -418,7 +417,7 @@ CASES: Cases = {
         saved(
             q_linear,
             T((3, 16), U8, 0, 255),
-            q_weight(8, 16),
+            T((8, 16), I8, -128, 128),
             given(0.02, dtype=F32),
             given(100, dtype=torch.int32),
             t(8, low=0.01, high=0.1, dtype=F32),
@@ -436,7 +435,7 @@ CASES: Cases = {
         saved(
             q_conv,
             T((2, 4, 6, 6), U8, 0, 255),
-            q_weight(8, 4, 3, 3),
+            T((8, 4, 3, 3), I8, -128, 128),
             t(8, low=0.01, high=0.1, dtype=F32),
             T((8,), torch.int32, values=[0] * 8),
             t(8, dtype=F32),

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
-
-from fusewright import machine
 
 aten = torch.ops.aten
 F64, F32, BF16, I64, BOOL = torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool
@@ -131,23 +130,29 @@ def weight_norm(grad: Any, v: Any, g: Any, dim: int) -> list[Any]:
     return [grad, v, g, aten._weight_norm_interface(v, g, dim)[1], dim]
 
 
-# Without VNNI oneDNN adds pairs of products in 16 bits, which saturate unless weights have 7 bits
-# (https://uxlfoundation.github.io/oneDNN/dev_guide_int8_computations.html).
-_SATURATES = machine.arch() == "x86_64" and not {"avx512_vnni", "avx_vnni"} & machine.cpu_features()
+@cache
+def _saturates() -> bool:
+    """Whether sums of oneDNN's int8 calls saturate at 16 bits here, as on CPUs without instructions for sums of bytes
+    (https://uxlfoundation.github.io/oneDNN/dev_guide_int8_computations.html)."""
+    ops = torch.ops.onednn
+    x, w, zero = torch.full((1, 16), 255, dtype=U8), torch.full((8, 16), 127, dtype=I8), torch.zeros(8, dtype=torch.int32)
+    packed = ops.qlinear_prepack(w, [1, 16])
+    y = ops.qlinear_pointwise(x, 1.0, 0, packed, torch.ones(8), zero, None, 1.0, 0, F32, "none", [], "")
+    return bool((y != 16 * 255 * 127).any())
 
 
-def q_weight(*shape: int) -> T:
-    """A weight of oneDNN's int8 calls, whose sums are exact on this machine."""
-    return T(shape, I8, *((-64, 64) if _SATURATES else (-128, 128)))
+def _exact(w: Any) -> Any:
+    """A weight of oneDNN's int8 calls whose sums are exact: of 7 bits where others saturate."""
+    return w // 2 if _saturates() else w
 
 
 def q_linear(qx: Any, w: Any, *rest: Any) -> list[Any]:
-    packed = torch.ops.onednn.qlinear_prepack(w, list(qx.shape))
+    packed = torch.ops.onednn.qlinear_prepack(_exact(w), list(qx.shape))
     return [qx, *rest[:2], packed, *rest[2:]]
 
 
 def q_conv(qx: Any, w: Any, scales: Any, *rest: Any) -> list[Any]:
-    packed = torch.ops.onednn.qconv_prepack(w, scales, 0.02, 100, [1, 1], [1, 1], [1, 1], 1, list(qx.shape))
+    packed = torch.ops.onednn.qconv_prepack(_exact(w), scales, 0.02, 100, [1, 1], [1, 1], [1, 1], 1, list(qx.shape))
     return [qx, 0.02, 100, packed, scales, *rest]
 
 

@@ -14,7 +14,8 @@ from fusewright_onednn import backend
 from tests.backends.onednn.common import BF16, DEVICE, F32, OPTIONS, check, close
 from tests.fragments import Context, Sketch, by_preference, targets
 
-pytestmark = pytest.mark.skipif(bool(Gemv(1, "f32", "f32").refused(host_target())), reason="this CPU has no masked loads or no FMA")
+REFUSED = Gemv(1, "f32", "f32").refused(host_target())
+pytestmark = pytest.mark.skipif(bool(REFUSED), reason=f"this CPU lacks what the kernel needs: it {REFUSED}")
 WIDE = 1024
 """Columns for which the weight is large enough for the kernel to be measured."""
 WITHOUT_BF16 = replace(DEVICE, features=frozenset())
