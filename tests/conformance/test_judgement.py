@@ -13,6 +13,7 @@ from fusewright.conformance.ops import calls, judge, opinfo, opset, variants
 from fusewright.conformance.ops.cases import CASES
 from fusewright.conformance.settings import Settings
 from fusewright.interface import HOST
+from tests.hosts import needs_bf16
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -143,6 +144,10 @@ def test_where_an_infinity_meets_padding_is_what_eager_gives_in_either_type() ->
     said = [judge.difference(wide.bfloat16(), eager, exact, wide=lambda w=w: w) for w in (wide, eager.float(), None)]
     assert not said[0] and "NaN" in said[1] and "NaN" in said[2]
     assert judge.difference(torch.tensor([torch.nan, 2.0, torch.inf]).bfloat16(), eager, exact, wide=lambda: wide)
+
+
+@needs_bf16
+def test_a_weight_gradient_in_bf16_is_judged_so() -> None:
     found = {
         c.name: c.verdict for c in opset.check("conv_backward", Settings("graviton_acl", True, dtypes=("bfloat16",)))
     }
