@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from fusewright.bench import onnx
 from fusewright.errors import FusewrightError, nearest
 
 
@@ -28,7 +29,8 @@ class Contender:
     """How to compile for one column of the table. `backend=None` is plain eager.
 
     `mode` is `torch.compile`'s; it excludes options. `package` is imported first, to register the backend; `env` is set in the
-    process that runs it. A contender that `copies` runs no model but a copy of as many bytes.
+    process that runs it. A contender that `copies` runs no model but a copy of as many bytes; one that `exports` is no compile
+    backend but a runtime for exported modules.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Contender:
     trains: bool = True
     mode: str | None = None
     copies: bool = False
+    exports: bool = False
 
     @property
     def checked(self) -> bool:
@@ -58,6 +61,8 @@ class Contender:
         if self.package:
             self.check_available()
             importlib.import_module(self.package)
+        if self.exports:
+            return onnx.compile(fn, self.options)
         given: dict[str, Any] = {"mode": self.mode} if self.mode else {"options": dict(self.options) or None}
         compiled: Callable[..., Any] = torch.compile(fn, backend=self.backend, **given)
         return compiled
@@ -80,6 +85,14 @@ KNOWN: dict[str, Contender] = {
             install="pip install --no-deps zentorch==2.13.0.2 deprecated wrapt",
             env={"TORCHINDUCTOR_FREEZING": "1"},
             trains=False,
+        ),
+        Contender(
+            "onnxruntime",
+            "onnxruntime",
+            package="onnxruntime",
+            install="pip install 'fusewright[onnxruntime]'",
+            trains=False,
+            exports=True,
         ),
     )
 }

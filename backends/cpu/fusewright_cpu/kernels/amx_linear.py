@@ -45,7 +45,7 @@ def emit_amx_linear(module: Module, a: AmxLinear, name: str, parallel: bool, til
 
 
 class _OnTiles(Panels):
-    columns, rows, chunk, dtype, products_per_unit = BLOCK, BLOCK, 4 * BLOCK, "bf16", 2 * STEP
+    columns, rows, held, chunk, dtype, products_per_unit = BLOCK, BLOCK, BLOCK, 4 * BLOCK, "bf16", 2 * STEP
 
     def __init__(self, module: Module, a: AmxLinear, name: str, tiles: Callable[..., Tiles]) -> None:
         super().__init__(module, a, name)

@@ -363,3 +363,48 @@ class VectorLinear:
     def refused(self, target: CpuTarget) -> str:
         """Return why the target is not supported, or ""."""
         return "" if target.vector_bytes == 64 and not target.arm else "needs AVX-512"
+
+
+@dataclass(frozen=True, slots=True)
+class DirectConv:
+    """A convolution of fp32 images with at least `rows` pixels in the result. `x` is [batch, groups * c, h, w] with dense channels,
+    `other` and `out` are [batch, groups * n, oh, ow], dense and channels-last; `weight` is made by `direct_conv.packed`, `bias` is
+    padded to whole panels; `zero` holds `c` zeros. `rows` pixels by `columns` channels are computed together. The activation
+    `after` keeps NaN. `pointwise`: each pixel is multiplied alone, pixels of `x` lie `step_x` apart, and there is no `zero`."""
+
+    rows: int
+    columns: int
+    bias: bool = False
+    add: bool = False
+    after: str = ""
+    pointwise: bool = False
+    dtype: ClassVar[str] = "f32"
+
+    @property
+    def name(self) -> str:
+        parts = ("pointwise" if self.pointwise else "", "bias" if self.bias else "", "add" if self.add else "", self.after)
+        return "_".join(("direct_conv", str(self.rows), str(self.columns), *filter(None, parts)))
+
+    @property
+    def buffers(self) -> tuple[Buffer, ...]:
+        given = {"bias": self.bias, "other": self.add, "zero": not self.pointwise}
+        read = ("x", "weight", *(name for name, there in given.items() if there))
+        return (*(Buffer(name, "f32", "in") for name in read), Buffer("out", "f32", "out"))
+
+    @property
+    def symbols(self) -> tuple[str, ...]:
+        """Pixels and channels per group of the result, products of each, then the geometry; steps are strides in elements."""
+        window = ("ky", "kx", "stride_y", "stride_x", "dilation_y", "dilation_x", "pad_y", "pad_x")
+        return ("m", "n", "k", "groups", "c", "h", "w", "oh", "ow", *window, "step_n", "step_y", "step_x")
+
+    @property
+    def scalars(self) -> tuple[Scalar, ...]:
+        return tuple(Scalar(name, "f32") for name in SCALARS.get(self.after, ()))
+
+    def refused(self, target: CpuTarget) -> str:
+        """Return why the target is not supported, or ""."""
+        if target.arm or not (target.masks and target.fma):
+            return "needs AVX2 with FMA, or AVX-512"
+        vectors = self.rows * self.columns * 4 // target.vector_bytes
+        fits = self.columns * 4 % target.vector_bytes == 0 and vectors <= target.registers - 4
+        return "" if fits else "a block of sums that does not fit in registers"

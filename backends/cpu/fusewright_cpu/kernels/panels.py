@@ -1,4 +1,4 @@
-"""Loops of a linear with packed weights, for the kernels of `amx_linear` and `vector_linear`.
+"""Loops of a product with packed weights, for the kernels of `amx_linear`, `vector_linear` and `direct_conv`.
 
 Weights are packed in panels of columns in the order of reading. A work item is one panel for a chunk of rows, block after block.
 Each thread has a share of successive items, whose results lie side by side; when it is done it takes items of others, because
@@ -9,15 +9,15 @@ next panel is fetched, for the weights of a model come from memory (docs/studies
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import ClassVar
+from typing import TypeAlias
 
 from fusewright_cpu.emit.entry import share, start
 from fusewright_cpu.emit.math import ACTIVATIONS
 from fusewright_cpu.emit.pointwise import cast, memory_type, to_bf16s
-from fusewright_cpu.emit.text import Fn, Module, V, i64
-from fusewright_cpu.kernels.by_hand import AmxLinear, VectorLinear
+from fusewright_cpu.emit.text import Fn, Module, V, const, i64
+from fusewright_cpu.kernels.by_hand import AmxLinear, DirectConv, VectorLinear
 from fusewright_cpu.kernels.parts import ceil_div, each, fetch, least, load, store, taken, word
 from fusewright_cpu.policy import LOOPS
 
@@ -25,11 +25,13 @@ APART = 8
 """Words between the counters of threads: a cache line."""
 LINE = 64
 """Bytes of a cache line."""
-TOGETHER = 4
-"""Rows of a block that are rounded together."""
+TOGETHER = (4, 3, 2, 1)
+"""Rows of a block that are rounded together: the first that divides a block."""
+
+Product: TypeAlias = AmxLinear | VectorLinear | DirectConv
 
 
-def emit_panels(module: Module, a: AmxLinear | VectorLinear, name: str, parallel: bool, body: Panels) -> None:
+def emit_panels(module: Module, a: Product, name: str, parallel: bool, body: Panels) -> None:
     """Add the function `name`, `int64 name(int64 *block, int64 threads)`, the same form as that of loop kernels (see `entry`), of
     which `body` is the function `name.body`."""
     body.write()
@@ -37,9 +39,10 @@ def emit_panels(module: Module, a: AmxLinear | VectorLinear, name: str, parallel
         share(module, name)
     f = Fn(module, name, "i64", ["ptr", "i64"], linkage="dso_local")
     block, threads = f.args
-    m, n, k = (word(f, block, len(a.buffers) + at) for at in range(3))
-    items = f.mul(ceil_div(f, n, i64(body.columns)), ceil_div(f, m, i64(body.chunk)))
-    work = f.mul(f.mul(m, n), f.add(f.bin("sdiv", k, i64(body.products_per_unit)), i64(2)))
+    size = sizes(f, a, block)
+    items = f.mul(body.count(f, size), ceil_div(f, size["m"], body.item_rows(f, size)))
+    columns = f.mul(size["n"], size["groups"]) if "groups" in size else size["n"]
+    work = f.mul(f.mul(size["m"], columns), f.add(f.bin("sdiv", size["k"], i64(body.products_per_unit)), i64(2)))
     team = least(f, least(f, items, threads), f.add(f.bin("sdiv", work, i64(LOOPS.grain)), i64(1)))
     shared = f.let("ptr", 1, f"alloca i64, {f.mul(team, i64(APART))}, align 64")
     each(f, i64(0), team, 1, lambda t: f.raw(f"store i64 0, {f.gep('i64', shared, f.mul(t, i64(APART)))}"))
@@ -49,44 +52,64 @@ def emit_panels(module: Module, a: AmxLinear | VectorLinear, name: str, parallel
     f.finish()
 
 
+def sizes(f: Fn, a: Product, block: V) -> dict[str, V]:
+    """Return the sizes in an argument block, by name."""
+    return {name: word(f, block, len(a.buffers) + at) for at, name in enumerate(a.symbols)}
+
+
 class Panels(abc.ABC):
     """`void body(ptr block, i64 lo, i64 hi, ptr shared)`: a thread, number `lo`. `shared` holds for each thread, APART words apart,
     how many items of its share are taken, and in its second word the number of threads."""
 
-    columns: ClassVar[int]
-    rows: ClassVar[int]
+    columns: int
+    rows: int
     """Rows of a block, which are multiplied together."""
-    chunk: ClassVar[int]
+    chunk: int
     """Rows of a work item."""
-    dtype: ClassVar[str]
-    products_per_unit: ClassVar[int]
+    held: int
+    """Rows whose sums are in memory."""
+    dtype: str
+    products_per_unit: int
     """Products that take as long as one element of a loop kernel."""
 
-    def __init__(self, module: Module, a: AmxLinear | VectorLinear, name: str) -> None:
+    def __init__(self, module: Module, a: Product, name: str) -> None:
         self.a = a
         self.f = f = Fn(module, name, "void", ["ptr", "i64", "i64", "ptr"])
         self.w = min(module.target.vector_bytes // 4, 16)
-        self.sums = f.alloca("float", self.rows * self.columns)
-        """Of a block, row after row."""
+        self.sums = f.alloca("float", self.held * self.columns)
+        """Of a block or more, row after row."""
         block, names = f.args[0], [b.name for b in a.buffers]
         self.base = {name: f.conv("inttoptr", word(f, block, at), "ptr") for at, name in enumerate(names)}
-        self.size = {s: word(f, block, len(names) + at) for at, s in enumerate(a.symbols)}
+        self.size = sizes(f, a, block)
         first = len(names) + len(a.symbols)
         bits = [f.conv("bitcast", word(f, block, first + at), "double") for at in range(len(a.scalars))]
         self.scalars = [f.conv("fptrunc", x, "float") for x in bits]
         self.element = memory_type(self.dtype)
 
-    @abc.abstractmethod
     def products(self, row: V, weights: V, ahead: V) -> None:
         """Compute the sums of a block from a row on, and fetch lines of the next panel at `ahead`."""
+        raise NotImplementedError
 
     @abc.abstractmethod
     def panel_bytes(self) -> V:
         """Return the bytes of a panel."""
 
-    @abc.abstractmethod
+    def count(self, f: Fn, size: Mapping[str, V]) -> V:
+        """Return the number of panels."""
+        return ceil_div(f, size["n"], i64(self.columns))
+
+    def item_rows(self, f: Fn, size: Mapping[str, V]) -> V:
+        """Return the rows of a work item, a multiple of those of a block."""
+        return i64(self.chunk)
+
+    def place(self, panel: V) -> tuple[V, V, V]:
+        """Return where the columns of a panel begin, how many are left from there on, and how far rows of the result are apart."""
+        column = self.f.mul(panel, i64(self.columns))
+        return column, self.f.bin("sub", self.size["n"], column), self.size["n"]
+
     def ahead(self, row: V) -> V:
         """Return where a block that begins `row` rows into its chunk starts to fetch, in bytes."""
+        raise NotImplementedError
 
     def run(self, work: Callable[[], None]) -> None:
         work()
@@ -94,8 +117,8 @@ class Panels(abc.ABC):
     def write(self) -> None:
         f = self.f
         self.bytes = self.panel_bytes()
-        self.panels = ceil_div(f, self.size["n"], i64(self.columns))
-        items = f.mul(self.panels, ceil_div(f, self.size["m"], i64(self.chunk)))
+        self.panels, self.of_item = self.count(f, self.size), self.item_rows(f, self.size)
+        items = f.mul(self.panels, ceil_div(f, self.size["m"], self.of_item))
         team = f.let("i64", 1, f"load i64, {f.gep('i64', f.args[3], i64(1))}")
 
         def of_thread(t: V) -> None:
@@ -111,16 +134,21 @@ class Panels(abc.ABC):
         """Compute a panel for the rows of a chunk."""
         f, size = self.f, self.size
         item = f.add(first, number)
-        panel, row = f.bin("srem", item, self.panels), f.mul(f.bin("sdiv", item, self.panels), i64(self.chunk))
+        panel, row = f.bin("srem", item, self.panels), f.mul(f.bin("sdiv", item, self.panels), self.of_item)
         weights, ahead = (self._weights(p) for p in (panel, f.bin("srem", f.add(first, following), self.panels)))
-        last = f.bin("sub", size["m"], i64(self.rows))
+        self.blocks(row, least(f, f.bin("sub", size["m"], row), self.of_item), panel, weights, ahead)
+
+    def blocks(self, row: V, count: V, panel: V, weights: V, ahead: V) -> None:
+        """Compute `count` rows from one on."""
+        f = self.f
+        last = f.bin("sub", self.size["m"], i64(self.rows))
 
         def block(at: V) -> None:
             here = least(f, f.add(row, at), last)  # the last block overlaps the one before it
             self.products(here, weights, f.gep("i8", ahead, self.ahead(at)))
-            self._finish(here, panel)
+            self.finish(here, panel, self.sums)
 
-        each(f, i64(0), least(f, f.bin("sub", size["m"], row), i64(self.chunk)), self.rows, block)
+        each(f, i64(0), count, self.rows, block)
 
     def _weights(self, panel: V) -> V:
         return self.f.gep("i8", self.base["weight"], self.f.mul(panel, self.bytes))
@@ -130,22 +158,36 @@ class Panels(abc.ABC):
         for line in range(lines):
             fetch(self.f, self.f.gep("i8", p, i64(LINE * line)))
 
-    def _finish(self, row: V, panel: V) -> None:
+    def finish(self, row: V, panel: V, sums: V) -> None:
         """Store the results of a block."""
+        f = self.f
+        column, left, apart = self.place(panel)
+        if self.w == 16:  # AVX-512 stores as fast with a mask
+            return self._store(row, column, apart, sums, left)
+        whole = f.cmp("icmp sge", left, i64(self.columns))
+
+        def stored(left: V | None) -> list[V]:
+            self._store(row, column, apart, sums, left)
+            return []
+
+        f.when(whole, lambda: stored(None))
+        f.when(f.bin("xor", whole, const(True, "i1")), lambda: stored(left))
+
+    def _store(self, row: V, column: V, apart: V, sums: V, left: V | None) -> None:
+        """Store a block whose first columns are `left`, by default all."""
         f, a = self.f, self.a
-        column = f.mul(panel, i64(self.columns))
         parts = range(0, self.columns, self.w)
-        left = f.bin("sub", self.size["n"], column)
-        there = [f.cmp("icmp slt", f.iota(self.w), f.bin("sub", left, i64(c))) for c in parts]
+        together = next(n for n in TOGETHER if self.rows % n == 0)
+        there = [None if left is None else f.cmp("icmp slt", f.iota(self.w), f.bin("sub", left, i64(c))) for c in parts]
         bias = [load(f, "float", f.gep("float", self.base["bias"], f.add(column, i64(c))), self.w) for c in parts] if a.bias else []
 
         def some(first: V) -> None:
             made, places = [], []
-            for r in range(TOGETHER):
+            for r in range(together):
                 i = f.add(first, i64(r))
-                start = f.add(f.mul(f.add(row, i), self.size["n"]), column)
+                start = f.add(f.mul(f.add(row, i), apart), column)
                 for v, c in enumerate(parts):
-                    x = load(f, "float", f.gep("float", self.sums, f.add(f.mul(i, i64(self.columns)), i64(c))), self.w, 4 * self.w)
+                    x = load(f, "float", f.gep("float", sums, f.add(f.mul(i, i64(self.columns)), i64(c))), self.w, 4 * self.w)
                     x = f.bin("fadd", x, bias[v]) if a.bias else x
                     at = f.add(start, i64(c))
                     if a.add:
@@ -156,4 +198,4 @@ class Panels(abc.ABC):
             for x, (p, mask) in zip(to_bf16s(f, made) if self.dtype == "bf16" else made, places, strict=True):
                 store(f, x, p, 2, mask)
 
-        each(f, i64(0), i64(self.rows), TOGETHER, some)
+        each(f, i64(0), i64(self.rows), together, some)

@@ -42,7 +42,7 @@ def emit_vector_linear(module: Module, a: VectorLinear, name: str, parallel: boo
 
 
 class _Vectors(Panels):
-    columns, rows, chunk, dtype, products_per_unit = COLUMNS, ROWS, CHUNK, "f32", LANES
+    columns, rows, held, chunk, dtype, products_per_unit = COLUMNS, ROWS, ROWS, CHUNK, "f32", LANES
 
     def panel_bytes(self) -> V:
         return self.f.mul(self.size["k"], i64(4 * COLUMNS))

@@ -16,7 +16,7 @@ import torch
 from fusewright.interface import CompileContext, TensorSpec
 from fusewright.toolkit.backend.candidates import Lazy, Thunk
 from fusewright.toolkit.ir.types import from_torch, to_torch
-from fusewright_cpu.kernels.by_hand import DEPTHWISE_CHANNELS, Attention, Depthwise, Gemv
+from fusewright_cpu.kernels.by_hand import DEPTHWISE_CHANNELS, Attention, Depthwise, DirectConv, Gemv
 from fusewright_cpu.onednn import own
 from fusewright_cpu.onednn.patterns import POST_OPS
 from fusewright_cpu.run.jit import compile_kernels
@@ -30,8 +30,8 @@ milliseconds."""
 PROXY_ELEMENTS = 1 << 23
 """The largest weight that a measurement allocates."""
 
-CORE_CACHE, MOST_COPIED = 2 << 20, 32 << 20
-"""Bytes of the largest cache that a core has to itself, and the most of copies of one weight."""
+CORE_CACHE, MOST_COPIED, MOST_COPIES = 2 << 20, 32 << 20, 32
+"""Bytes of the largest cache that a core has to itself, the most bytes of copies of one weight, and the most of these."""
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ def in_turn(n: int, k: int, dtype: torch.dtype, make: Callable[[], Made]) -> Ite
     """Yield equal weights [n, k], or what holds one, in turn: in a model, those of other layers push one out of the cores' caches,
     and forms of a product differ in what that costs. (A weight in MKL's layout cannot be copied.)"""
     cached = min(MOST_COPIED, torch.get_num_threads() * CORE_CACHE)
-    return cycle([make() for _ in range(math.ceil(cached / max(1, n * k * dtype.itemsize)))])
+    return cycle([make() for _ in range(min(MOST_COPIES, math.ceil(cached / max(1, n * k * dtype.itemsize))))])
 
 
 def own_product(kernel: own.Linear, m: int, k: int, n: int, scalars: Sequence[float] = ()) -> Callable[..., torch.Tensor]:
@@ -337,6 +337,66 @@ def pointwise_form(
         return lambda: run(*rows)
 
     key = f"{kernel.name} packed/own {'x'.join(map(str, image))}x{columns}{' apart' if apart else ''}"
+    return ctx.choose(key, Lazy({"packed": onednn, own.FORM: ours}))
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """A convolution of dense channels-last fp32 images: the shapes of image and weight, padding, stride and dilation, groups."""
+
+    image: tuple[int, ...]
+    weight: tuple[int, ...]
+    geometry: tuple[list[int], ...]
+    groups: int
+    parts: int
+    """Into how many sums it is split in oneDNN's call, whose results are added in another pass, as is a residual."""
+    apart: bool
+    """Whether its activation is not computed in oneDNN's call."""
+
+    @property
+    def key(self) -> str:
+        around = " ".join("x".join(map(str, sizes)) for sizes in (self.image, self.weight, *self.geometry))
+        return f"{around} {self.groups} {self.parts}{' apart' if self.apart else ''}"
+
+
+def conv_form(
+    ctx: CompileContext, kernel: DirectConv, conv: Convolution, sizes: Sequence[int], scalars: Sequence[float], built: list[object]
+) -> str:
+    """Return "packed" (oneDNN) or "own" for a convolution. `sizes`, `scalars`: the kernel's arguments; `built` as in
+    `attention_form`."""
+    channels, of_group, *window = conv.weight
+    k = math.prod(conv.weight[1:])
+    parts, out = conv.parts, (conv.image[0], channels, *sizes[7:9])
+
+    def filled(*shape: int) -> torch.Tensor:
+        return torch.full(shape, 0.5).contiguous(memory_format=torch.channels_last)
+
+    def onednn() -> Thunk:
+        x, other, bias = filled(*conv.image), filled(*out), torch.zeros(channels * parts)
+        weight, geometry = filled(channels * parts, of_group // parts, *window), (*conv.geometry, conv.groups * parts)
+        pack, call = torch.ops.mkldnn._reorder_convolution_weight, torch.ops.mkldnn._convolution_pointwise
+        turn = in_turn(channels, k, torch.float32, lambda: pack(weight, *geometry, list(x.shape)))
+
+        def run() -> None:
+            made = call(x, next(turn), bias, *geometry, "none", [], "")
+            if kernel.add or parts > 1:  # one loop kernel adds and activates
+                torch.add(made[:, :channels], other, out=other)
+            elif conv.apart:
+                made.relu_()
+
+        return run
+
+    def ours() -> Thunk:
+        launcher = compile_kernels([kernel]).launcher(kernel)
+        built.append(launcher)
+        wide = conv.groups * -(-(channels // conv.groups) // kernel.columns) * kernel.columns
+        turn = in_turn(channels, k, torch.float32, lambda: torch.full((wide, k), 0.5))
+        x, other = filled(*conv.image), filled(*out)
+        more = [*([torch.zeros(channels + kernel.columns)] if kernel.bias else []), *([other] if kernel.add else [])]
+        more += [] if kernel.pointwise else [torch.zeros(of_group)]
+        return lambda: launcher([x, next(turn), *more, torch.empty_like(other)], sizes, scalars)
+
+    key = f"{kernel.name} packed/own {conv.key}"
     return ctx.choose(key, Lazy({"packed": onednn, own.FORM: ours}))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from fusewright.interface import OpView, TensorSpec, Value, hint
 from fusewright.toolkit.region.builder import Builder, channels_last_strides
-from fusewright.toolkit.region.pattern import Match, chain, maybe
+from fusewright.toolkit.region.pattern import Chain, Match, chain, maybe
 from fusewright.toolkit.region.rewrite import Row
 from fusewright_cpu.onednn import choices, own
 from fusewright_cpu.onednn.folding import folded
@@ -24,12 +24,14 @@ def _adds(op: OpView, m: Match, b: Builder) -> bool:
     return op.arg("alpha") == 1 and isinstance(other, Value) and same_type(op.out, m.out) and same_type(other, m.out)
 
 
-CONV = chain(
-    "conv",
-    maybe("batch_norm", folds_batch_norm, "batch_norm", rule="onednn.pointwise.batch_norm"),
-    maybe("add", _adds, "add", rule="onednn.pointwise.add"),
-    maybe(frozenset(POST_OPS), lambda op, m, b: reads(op, m), "unary", rule="onednn.pointwise.unary"),
-)
+def conv_chain(id: str) -> Chain:
+    """Return the pattern of a row: a convolution with the batch norm, the addition and the activation that follow."""
+    return chain(
+        "conv",
+        maybe("batch_norm", folds_batch_norm, "batch_norm", rule=f"{id}.batch_norm"),
+        maybe("add", _adds, "add", rule=f"{id}.add"),
+        maybe(frozenset(POST_OPS), lambda op, m, b: reads(op, m), "unary", rule=f"{id}.unary"),
+    )
 
 
 def _spec(value: Any) -> TensorSpec:
@@ -53,14 +55,15 @@ def _rows(x: TensorSpec) -> int:
     return x.numel_hint() // hint(x.shape[1])
 
 
-def _after(m: Match) -> tuple[str, tuple[float, ...]]:
+def after(m: Match) -> tuple[str, tuple[float, ...]]:
+    """Return the name and the scalars of the activation, as our kernels take them."""
     unary = m.get("unary")
     return (own.activation(unary), POST_OPS[unary.op].scalars(unary) or ()) if unary is not None else ("", ())
 
 
 def _pays(m: Match, b: Builder) -> bool:
     x, out = _spec(m.anchor.arg("input")), _spec(m.anchor.out)
-    name, scalars = _after(m)
+    name, scalars = after(m)
     kernel = own.kernel_of(x.dtype, True, m.get("add") is not None, name)
     unary = m.get("unary")
     apart = unary is not None and (not POST_OPS[unary.op].exact and not b.ctx.options["finite_math"])
@@ -71,13 +74,13 @@ def _pays(m: Match, b: Builder) -> bool:
 def _write(m: Match, b: Builder) -> None:
     op = m.anchor
     weight, bias = folded(m, b)
-    x, other = _channels_last(op.arg("input"), b), other_of(m)
+    x, other = channels_last(op.arg("input"), b), other_of(m)
     given = _spec(op.arg("weight")).shape
     n, k = hint(given[0]), hint(given[1])
     rows = b.prepare("aten::reshape.default", weight, (n, k))
     out = b.with_layout(m.out, _strides(_spec(m.out).shape))
     own.launch(
-        x, rows, bias, None if other is None else _channels_last(other, b), _after(m), (_rows(b.spec(x)), n, k, k), out, op, b
+        x, rows, bias, None if other is None else channels_last(other, b), after(m), (_rows(b.spec(x)), n, k, k), out, op, b
     )
     b.close_call(m.ops)
     b.notes[op.id] = " + ".join(["1x1 convolution in one kernel", *(p.op for p in m.ops[1:])])
@@ -89,11 +92,11 @@ def _strides(shape: Sequence[Any]) -> tuple[int, ...]:
     return channels_last_strides(tuple(map(hint, shape)))
 
 
-def _channels_last(image: Value, b: Builder) -> Value:
+def channels_last(image: Value, b: Builder) -> Value:
     """Return the image with dense channels-last strides, copied if it has others."""
     spec = b.spec(image)
     same = all(n == 1 or a == s for n, a, s in zip(spec.shape, spec.stride, _strides(spec.shape), strict=True))
     return image if same else b.channels_last(image)
 
 
-ROW = Row("onednn.pointwise", CONV, when=_fits, pays=_pays, write=_write, note="1x1 convolution")
+ROW = Row("onednn.pointwise", conv_chain("onednn.pointwise"), when=_fits, pays=_pays, write=_write, note="1x1 convolution")

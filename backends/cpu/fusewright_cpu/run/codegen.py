@@ -19,12 +19,14 @@ from fusewright_cpu.kernels.by_hand import (
     Attention,
     Bf16Linear,
     Depthwise,
+    DirectConv,
     Gemv,
     Int8Conv,
     Int8Linear,
     VectorLinear,
 )
 from fusewright_cpu.kernels.depthwise import emit_depthwise
+from fusewright_cpu.kernels.direct_conv import emit_direct_conv
 from fusewright_cpu.kernels.gemv import emit_gemv
 from fusewright_cpu.kernels.int8_conv import emit_int8_conv
 from fusewright_cpu.kernels.int8_linear import emit_int8_linear
@@ -62,6 +64,8 @@ def _emit(module: Module, source: Source, name: str, parallel: bool) -> None:
             emit_amx_linear(module, source, name, parallel)
         case VectorLinear():
             emit_vector_linear(module, source, name, parallel)
+        case DirectConv():
+            emit_direct_conv(module, source, name, parallel)
 
 
 def to_object(text: str, machine: llvm.TargetMachine) -> bytes:

@@ -18,13 +18,14 @@ from fusewright_cpu.kernels.by_hand import (
     Attention,
     Bf16Linear,
     Depthwise,
+    DirectConv,
     Gemv,
     Int8Conv,
     Int8Linear,
     VectorLinear,
 )
 
-ByHand: TypeAlias = Attention | Gemv | Int8Linear | Int8Conv | Bf16Linear | Depthwise | AmxLinear | VectorLinear
+ByHand: TypeAlias = Attention | Gemv | Int8Linear | Int8Conv | Bf16Linear | Depthwise | AmxLinear | VectorLinear | DirectConv
 Source: TypeAlias = Kernel | ByHand
 
 
@@ -43,6 +44,7 @@ def symbol_name(kernel_hash: str) -> str:
 _BY_HAND: dict[str, type[ByHand]] = {
     "attention": Attention, "gemv": Gemv, "int8_linear": Int8Linear, "int8_conv": Int8Conv, "bf16_linear": Bf16Linear,
     "depthwise": Depthwise, "amx_linear": AmxLinear, "vector_linear": VectorLinear,
+    "direct_conv": DirectConv,
 }  # fmt: skip
 
 

@@ -1,0 +1,198 @@
+"""A convolution of fp32 channels-last images: `out = after(conv(x, weight) (+ bias) (+ other))`.
+
+A block is `rows` pixels by `columns` channels, whose sums, weights and one element of x are in registers. Taps outside of the
+image read zeros. Sums of at most 3/2 PART products are added to those before, as exact as eager's. The loops are those of `panels`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from fusewright_cpu.emit.text import Fn, Module, V, i64
+from fusewright_cpu.kernels.by_hand import DirectConv
+from fusewright_cpu.kernels.panels import Panels, emit_panels
+from fusewright_cpu.kernels.parts import ceil_div, each, least, load, store, word
+
+CHUNK = 96
+"""About as many pixels in a work item, which read the weights of a panel while they are in the first cache."""
+PART = 256
+"""The most products in one running sum (see `onednn.sums`); for a row of a window 3/2 of it."""
+WORDS = 3
+"""Numbers that describe the window of a pixel."""
+
+
+def packing(shape: tuple[int, ...], groups: int, columns: int) -> tuple[tuple[int, ...], ...]:
+    """Return how a weight [groups * n, c, ky, kx] is packed: its shape with groups apart, the padding of n with zeros, the shape
+    with panels apart, and the order in memory of groups, panels, columns, c, ky and kx."""
+    n, rest = shape[0] // groups, shape[1:]
+    panels = -(-n // columns)
+    return (groups, n, *rest), (0, 0, 0, 0, 0, 0, 0, -n % columns), (groups, panels, columns, *rest), (0, 1, 4, 5, 3, 2)
+
+
+def packed(weight: torch.Tensor, groups: int, columns: int) -> torch.Tensor:
+    """Pack a weight."""
+    apart, pad, panels, order = packing(tuple(weight.shape), groups, columns)
+    return torch.nn.functional.pad(weight.reshape(apart), pad).reshape(panels).permute(order).contiguous()
+
+
+def emit_direct_conv(module: Module, a: DirectConv, name: str, parallel: bool) -> None:
+    """Add the function `name` (see `emit_panels`)."""
+    emit_panels(module, a, name, parallel, _Pixels(module, a, f"{name}.body"))
+
+
+class _Pixels(Panels):
+    dtype = "f32"
+
+    def __init__(self, module: Module, a: DirectConv, name: str) -> None:
+        self.rows, self.columns = a.rows, a.columns
+        self.held = CHUNK + 2 * a.rows
+        self.lanes = module.target.vector_bytes // 4
+        self.products_per_unit, self.pointwise = self.lanes, a.pointwise
+        super().__init__(module, a, name)
+        self.windows = self.f.alloca("i64", WORDS * self.held, 8)
+        """Of each pixel of an item: the line and the column of the image that its window begins in, and where that is in `x`."""
+
+    def count(self, f: Fn, size: Mapping[str, V]) -> V:
+        return f.mul(ceil_div(f, size["n"], i64(self.columns)), size["groups"])
+
+    def item_rows(self, f: Fn, size: Mapping[str, V]) -> V:
+        """Return the rows of equal items of about CHUNK."""
+        items = ceil_div(f, size["m"], i64(CHUNK))
+        return f.mul(ceil_div(f, ceil_div(f, size["m"], items), i64(self.rows)), i64(self.rows))
+
+    def panel_bytes(self) -> V:
+        self.per_group = ceil_div(self.f, self.size["n"], i64(self.columns))
+        return self.f.mul(self.size["k"], i64(4 * self.columns))
+
+    def place(self, panel: V) -> tuple[V, V, V]:
+        f, n = self.f, self.size["n"]
+        within = f.mul(f.bin("srem", panel, self.per_group), i64(self.columns))
+        return f.add(f.mul(self._group(panel), n), within), f.bin("sub", n, within), f.mul(n, self.size["groups"])
+
+    def _group(self, panel: V) -> V:
+        return self.f.bin("sdiv", panel, self.per_group)
+
+    def blocks(self, row: V, count: V, panel: V, weights: V, ahead: V) -> None:
+        """Compute a part of the sums for all blocks, whose weights stay in the first cache, then the next."""
+        f, size = self.f, self.size
+        last = f.bin("sub", size["m"], i64(self.rows))
+        start = least(f, row, last)
+        if not self.pointwise:
+            self._find_windows(start, f.bin("sub", least(f, f.add(row, count), size["m"]), start))
+        self.x = f.gep("float", self.base["x"], f.mul(self._group(panel), size["c"]))
+
+        def each_block(body: Callable[[V, V], None]) -> None:
+            each(f, i64(0), count, self.rows, lambda at: body(at, f.bin("sub", least(f, f.add(row, at), last), start)))
+
+        def sums(at: V) -> V:
+            return f.gep("float", self.sums, f.mul(at, i64(self.columns)))
+
+        if self.pointwise:
+
+            def products(c: V) -> None:
+                each_block(lambda at, r: self._pixels_of_part(f.add(start, r), sums(at), weights, ahead, c))
+
+            each(f, i64(0), size["c"], PART, products)
+        else:
+            self._parts(lambda y, x, c: each_block(lambda at, r: self._windows_of_part(r, sums(at), weights, ahead, y, x, c)))
+        each_block(lambda at, r: self.finish(f.add(start, r), panel, sums(at)))
+
+    def _parts(self, body: Callable[[V, V, V], None]) -> None:
+        """Emit `body` for each part of the sums: a row of the window, or a tap of it, from a channel on."""
+        f, size = self.f, self.size
+        whole = f.cmp("icmp sle", f.mul(size["kx"], size["c"]), i64(PART + PART // 2))
+        self.span = f.select(whole, size["kx"], i64(1))
+
+        def columns(y: V) -> None:
+            def channels(x: V, _: list[V]) -> list[V]:
+                each(f, i64(0), size["c"], PART, lambda c: body(y, x, c))
+                return []
+
+            f.loop(i64(0), size["kx"], self.span, [], channels)
+
+        each(f, i64(0), size["ky"], 1, columns)
+
+    def _find_windows(self, start: V, count: V) -> None:
+        """Store the windows of pixels from one on."""
+        f, size = self.f, self.size
+        line, x = f.bin("udiv", start, size["ow"]), f.bin("urem", start, size["ow"])
+        image, y = f.bin("udiv", line, size["oh"]), f.bin("urem", line, size["oh"])
+
+        def next_one(r: V, pixel: list[V]) -> list[V]:
+            image, y, x = pixel
+            top = f.bin("sub", f.mul(y, size["stride_y"]), size["pad_y"])
+            left = f.bin("sub", f.mul(x, size["stride_x"]), size["pad_x"])
+            where = f.add(f.mul(image, size["step_n"]), f.add(f.mul(top, size["step_y"]), f.mul(left, size["step_x"])))
+            for at, v in enumerate((top, left, where)):
+                f.raw(f"store {v}, {f.gep('i64', self.windows, f.add(f.mul(r, i64(WORDS)), i64(at)))}")
+            x = f.add(x, i64(1))
+            end = f.cmp("icmp eq", x, size["ow"])
+            x, y = f.select(end, i64(0), x), f.select(end, f.add(y, i64(1)), y)
+            end = f.cmp("icmp eq", y, size["oh"])
+            return [f.select(end, f.add(image, i64(1)), image), f.select(end, i64(0), y), x]
+
+        f.loop(i64(0), count, i64(1), [image, y, x], next_one)
+
+    def _pixels_of_part(self, row: V, sums: V, weights: V, ahead: V, c: V) -> None:
+        f = self.f
+        pointers = [f.gep("float", self.x, f.mul(f.add(row, i64(r)), self.size["step_x"])) for r in range(self.rows)]
+        self._add(sums, self._run(pointers, weights, ahead, c, self._zeros()), c)
+
+    def _windows_of_part(self, r: V, sums: V, weights: V, ahead: V, y: V, x: V, c: V) -> None:
+        f, size = self.f, self.size
+        down = f.mul(y, size["dilation_y"])
+        tops, lefts, wheres = (
+            [word(f, f.gep("i64", self.windows, f.mul(f.add(r, i64(k)), i64(WORDS))), at) for k in range(self.rows)]
+            for at in range(WORDS)
+        )
+        inside = [f.cmp("icmp ult", f.add(top, down), size["h"]) for top in tops]
+        starts = [f.add(at, f.mul(down, size["step_y"])) for at in wheres]
+
+        def tap(t: V, so_far: list[V]) -> list[V]:
+            off = f.mul(t, size["dilation_x"])
+            pointers = []
+            for first, there, at in zip(lefts, inside, starts, strict=True):
+                within = f.bin("and", there, f.cmp("icmp ult", f.add(first, off), size["w"]))
+                p = f.gep("float", self.x, f.add(at, f.mul(off, size["step_x"])))
+                pointers.append(f.select(within, p, self.base["zero"]))
+            done = self._bytes(f.mul(f.add(f.mul(y, size["kx"]), t), size["c"]))
+            return self._run(pointers, f.gep("i8", weights, done), f.gep("i8", ahead, done), c, so_far)
+
+        made = f.loop(x, least(f, f.add(x, self.span), size["kx"]), i64(1), self._zeros(), tap)
+        self._add(sums, made, f.bin("or", f.bin("or", y, x), c))
+
+    def _zeros(self) -> list[V]:
+        return [V("zeroinitializer", "float", self.lanes)] * (self.rows * self.columns // self.lanes)
+
+    def _bytes(self, products: V) -> V:
+        """Return the bytes of a panel for so many products."""
+        return self.f.mul(products, i64(4 * self.columns))
+
+    def _run(self, pointers: list[V], weights: V, ahead: V, first: V, sums: list[V]) -> list[V]:
+        """Add the products of at most PART channels, from one on, and fetch as much of the next panel."""
+        f, vectors = self.f, self.columns // self.lanes
+
+        def step(c: V, sums: list[V]) -> list[V]:
+            out, w = list(sums), f.mul(c, i64(self.columns))
+            self.fetch(f.gep("i8", ahead, self._bytes(c)), 1)
+            ws = [load(f, "float", f.gep("float", weights, f.add(w, i64(v * self.lanes))), self.lanes, 32) for v in range(vectors)]
+            for r, p in enumerate(pointers):
+                x = f.splat(load(f, "float", f.gep("float", p, c)), self.lanes)
+                for v in range(vectors):
+                    out[r * vectors + v] = f.fma(x, ws[v], out[r * vectors + v])
+            return out
+
+        return f.loop(first, least(f, f.add(first, i64(PART)), self.size["c"]), i64(1), sums, step)
+
+    def _add(self, to: V, sums: list[V], before: V) -> None:
+        """Add sums to those in memory, or write them if nothing came `before`."""
+        f = self.f
+        places = [f.gep("float", to, i64(i * self.lanes)) for i in range(len(sums))]
+
+        def added() -> list[V]:
+            return [f.bin("fadd", load(f, "float", p, self.lanes, 4 * self.lanes), s) for p, s in zip(places, sums, strict=True)]
+
+        for p, s in zip(places, f.when(f.cmp("icmp ne", before, i64(0)), added, sums), strict=True):
+            store(f, s, p, 4 * self.lanes)

@@ -1,0 +1,227 @@
+"""Convolutions of fp32 channels-last images as kernels of our own (`fusewright_cpu.kernels.direct_conv`, of a few pixels `gemv`),
+with the batch norm, the addition and the activation that follow.
+
+oneDNN's relu and additions lose NaN, so each is a pass over memory behind its calls; its long sums are split (see `sums`) and added
+in another pass; and torch's dispatcher takes longer than a small convolution.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fusewright.interface import OpView, TensorSpec, Value, hint
+from fusewright.plan.ir import Ref
+from fusewright.toolkit.ir.types import from_torch
+from fusewright.toolkit.region.builder import Builder, channels_last_strides
+from fusewright.toolkit.region.pattern import Match, chain, maybe
+from fusewright.toolkit.region.rewrite import Row
+from fusewright_cpu.kernels import direct_conv
+from fusewright_cpu.kernels.by_hand import MOST_GEMV_ROWS, DirectConv, Gemv
+from fusewright_cpu.onednn import choices, own, pointwise_conv, sums
+from fusewright_cpu.onednn.folding import folded
+from fusewright_cpu.onednn.patterns import POST_OPS, folds_batch_norm, is_packed, other_of
+from fusewright_cpu.run.sources import hash_of
+from fusewright_cpu.target import CpuTarget, host_target
+
+LEAST = 8
+"""The least channels of a group: below, oneDNN's kernels, which take several pixels of a row as one run, are faster."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Pixels and channels of a block, and how long its products take relative to the best."""
+
+    rows: int
+    columns: int
+    cost: float = 1.0
+
+
+TILES = {
+    # 2-core AMD Zen 3, 2026-11-25: docs/studies/onednn.md
+    32: (Tile(6, 16), Tile(4, 24, 1.1), Tile(4, 16, 1.1)),
+    # Not timed; all fill 24 of the 32 registers with sums
+    64: (Tile(8, 48), Tile(12, 32), Tile(6, 64)),
+}
+"""Blocks of sums that fit in registers, by the bytes of one."""
+
+
+def tile_of(pixels: int, channels: int, target: CpuTarget) -> Tile | None:
+    """Return the tile that wastes least on a result of so many pixels and channels of a group, or None."""
+
+    def work(t: Tile) -> float:
+        return math.ceil(pixels / t.rows) * t.rows * math.ceil(channels / t.columns) * t.columns * t.cost
+
+    return min((t for t in TILES.get(target.vector_bytes, ()) if t.rows <= pixels), key=work, default=None)
+
+
+def _spec(value: Any) -> TensorSpec:
+    assert isinstance(value, Value) and value.spec is not None
+    return value.spec
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    return tuple(hint(size) for size in _spec(value).shape)
+
+
+def _fixed(op: OpView, b: Builder) -> bool:
+    """Match a convolution of images of fixed size with constant weights, all of one type."""
+    x, weight, out = _spec(op.arg("input")), _spec(op.arg("weight")), _spec(op.out)
+    if x.rank != 4 or not (x.static and weight.static) or 0 in x.shape or 0 in out.shape:
+        return False
+    typed = all(v.spec is not None and v.spec.dtype == x.dtype for v in op.inputs())
+    return typed and is_packed(op, b) and b.ctx.options["prepack"] == "auto" and b.is_const(op.arg("bias"))
+
+
+def _fits(m: Match, b: Builder) -> bool:
+    op = m.anchor
+    if not _fixed(op, b) or _spec(op.out).dtype is not torch.float32 or b.is_const(op.arg("input")):
+        return False
+    kernel = _kernel(m)
+    return _shape(op.arg("weight"))[1] >= LEAST and kernel is not None and not kernel.refused(host_target())
+
+
+def _kernel(m: Match, x: TensorSpec | None = None) -> DirectConv | None:
+    """Return the kernel for an image, by default a dense one."""
+    op = m.anchor
+    batch, channels, *points = _shape(op.out)
+    tile = tile_of(batch * math.prod(points), channels // op.arg("groups"), host_target())
+    if tile is None:
+        return None
+    biased = op.arg("bias") is not None or m.get("batch_norm") is not None
+    after, _ = pointwise_conv.after(m)
+    return DirectConv(tile.rows, tile.columns, biased, m.get("add") is not None, after, _is_product(op, x))
+
+
+def _is_product(op: OpView, x: TensorSpec | None) -> bool:
+    """Whether each pixel is multiplied alone, and pixels of the image are equally far apart."""
+    one = all(set(sizes) == {1} for sizes in (_spec(op.arg("weight")).shape[2:], op.arg("stride")))
+    if not one or set(op.arg("padding")) != {0}:
+        return False
+    if x is None:
+        return True
+    batch, _, height, width = (hint(size) for size in x.shape)
+    n, _, y, step = (hint(stride) for stride in x.stride)
+    return (height == 1 or y == width * step) and (batch == 1 or n == height * width * step)
+
+
+def _sizes(m: Match, x: TensorSpec) -> tuple[int, ...]:
+    """Return the kernel's sizes for an image."""
+    op = m.anchor
+    (channels, of_group, ky, kx), groups = _shape(op.arg("weight")), op.arg("groups")
+    batch, _, oh, ow = _shape(op.out)
+    window = (ky, kx, *_pair(op, "stride"), *_pair(op, "dilation"), *_pair(op, "padding"))
+    steps = (hint(x.stride[at]) for at in (0, 2, 3))
+    image = (hint(n) for n in x.shape[2:])
+    return (batch * oh * ow, channels // groups, of_group * ky * kx, groups, of_group, *image, oh, ow, *window, *steps)
+
+
+def _pair(op: OpView, name: str) -> tuple[int, int]:
+    """Return a geometry argument for height and width; a list of one number counts for both."""
+    given = op.arg(name)
+    return given[0], given[-1]
+
+
+def _pays(m: Match, b: Builder) -> bool:
+    op, shape = m.anchor, _shape(m.anchor.arg("input"))
+    kernel, unary = _kernel(m), m.get("unary")
+    assert kernel is not None
+    if kernel.pointwise and op.arg("groups") == 1 and own.fits(_sizes(m, _spec(op.arg("input")))[0], shape[1], torch.float32):
+        return False  # `pointwise_conv` was slower
+    x = TensorSpec(shape, channels_last_strides(shape), torch.float32)
+    apart = unary is not None and not (POST_OPS[unary.op].exact or b.ctx.options["finite_math"])
+    geometry = tuple(list(_pair(op, name)) for name in ("padding", "stride", "dilation"))
+    conv = choices.Convolution(shape, _shape(op.arg("weight")), geometry, op.arg("groups"), sums.parts_of(op), apart)
+    return choices.conv_form(b.ctx, kernel, conv, _sizes(m, x), pointwise_conv.after(m)[1], b.built) == own.FORM
+
+
+def _write(m: Match, b: Builder) -> None:
+    op = m.anchor
+    x = op.arg("input")
+    if b.spec(x).stride[1] != 1 and b.spec(x).shape[1] != 1:
+        x = b.channels_last(x)
+    kernel = _kernel(m, b.spec(x))
+    assert kernel is not None
+    weight, bias = folded(m, b)
+    other, columns = other_of(m), kernel.columns
+    values = [x, _packed(weight, op, columns, b)]
+    if bias is not None:
+        values.append(_made(b.prepare("aten::constant_pad_nd.default", bias, (0, columns))))
+    values += [] if other is None else [pointwise_conv.channels_last(other, b)]
+    if not kernel.pointwise:
+        values.append(_made(b.prepare("aten::zeros.default", (_shape(op.arg("weight"))[1],), dtype=torch.float32)))
+    out = b.with_layout(m.out, channels_last_strides(_shape(m.out)))
+    b.launch(kernel, hash_of(kernel), values, _sizes(m, b.spec(x)), pointwise_conv.after(m)[1], out=out, op=op)
+    b.close_call(m.ops)
+    b.notes[op.id] = " + ".join(["convolution in one kernel", *(p.op for p in m.ops[1:])])
+    for part in m.ops[1:]:
+        b.notes[part.id] = "in the kernel of conv"
+
+
+def _made(ref: Ref) -> Value:
+    return Value(ref.id, None)
+
+
+def _packed(weight: Ref, op: OpView, columns: int, b: Builder) -> Value:
+    apart, pad, panels, order = direct_conv.packing(_shape(op.arg("weight")), op.arg("groups"), columns)
+    padded = b.prepare("aten::constant_pad_nd.default", b.prepare("aten::reshape.default", weight, apart), pad)
+    turned = b.prepare("aten::permute.default", b.prepare("aten::reshape.default", padded, panels), order)
+    return _made(b.prepare("aten::clone.default", turned, memory_format=torch.contiguous_format))
+
+
+ROW = Row(
+    "onednn.direct", pointwise_conv.conv_chain("onednn.direct"), when=_fits, pays=_pays, write=_write, note="convolution"
+)  # fmt: skip
+
+
+# -- few pixels, as behind a pooling of the whole image
+
+
+def _few(m: Match, b: Builder) -> bool:
+    """Match a convolution of so few pixels, each alone, that the weight is read once."""
+    op = m.anchor
+    if not _fixed(op, b) or op.arg("groups") != 1 or not _is_product(op, None):
+        return False
+    return _gemv(m) is not None and _pixels(op) <= MOST_GEMV_ROWS
+
+
+def _pixels(op: OpView) -> int:
+    x = _spec(op.arg("input"))
+    return x.numel_hint() // hint(x.shape[1])
+
+
+def _gemv(m: Match) -> Gemv | None:
+    op, dtype = m.anchor, from_torch(_spec(m.anchor.arg("input")).dtype)
+    biased = op.arg("bias") is not None or m.get("batch_norm") is not None
+    kernel = Gemv(_pixels(op), dtype, dtype, "f32" if biased else "")
+    return None if kernel.refused(host_target()) else kernel
+
+
+def _write_few(m: Match, b: Builder) -> None:
+    op, kernel = m.anchor, _gemv(m)
+    assert kernel is not None
+    weight, bias = folded(m, b)
+    n, k = _shape(op.arg("weight"))[:2]
+    matrix = b.prepare("aten::reshape.default", weight, (n, k))
+    rows = b.prepare("aten::clone.default", matrix, memory_format=torch.contiguous_format)
+    values = [pointwise_conv.channels_last(op.arg("input"), b), _made(rows)]
+    if bias is not None:
+        values.append(_made(b.prepare("aten::_to_copy.default", bias, dtype=torch.float32)))
+    out = b.with_layout(m.out, channels_last_strides(_shape(m.out)))
+    b.launch(kernel, hash_of(kernel), values, (n, k), (), out=out, op=op)
+    b.close_call(m.ops)
+    b.notes[op.id] = "convolution of few pixels in one kernel"
+    for part in m.ops[1:]:
+        b.notes[part.id] = "folded into the weights of conv"
+
+
+FEW = Row(
+    "onednn.few_pixels",
+    chain("conv", maybe("batch_norm", folds_batch_norm, "batch_norm", rule="onednn.few_pixels.batch_norm")),
+    when=_few,
+    write=_write_few,
+    note="convolution of few pixels",
+)
