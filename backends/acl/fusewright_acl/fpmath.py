@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fusewright_cpu.kernels import bf16_linear
+from fusewright_cpu.kernels.arm import bf16_linear
 
 NAMESPACE = "fusewright_acl"
 LINEAR = f"{NAMESPACE}::linear_bf16.default"

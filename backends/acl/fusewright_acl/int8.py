@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from fusewright_acl.fpmath import NAMESPACE
-from fusewright_cpu.kernels import int8_conv, int8_linear
+from fusewright_cpu.kernels.arm import int8_conv, int8_linear
 
 PACK, PACK_CONV, SUMS, COLUMNS = (
     f"{NAMESPACE}::{name}.default" for name in ("int8_pack", "int8_pack_conv", "int8_sums", "int8_columns")

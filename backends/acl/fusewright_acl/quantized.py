@@ -24,8 +24,8 @@ from fusewright.toolkit.region.rewrite import Row
 from fusewright.toolkit.region.weight_only import behind, widened, widened_linear
 from fusewright_acl.int8 import COLUMNS, PACK, SUMS
 from fusewright_acl.rows import is_row_major, row_count, row_major, rows_fit
+from fusewright_cpu.kernels.arm.int8_linear import MOST_K, MOST_K_WITH_ZEROS
 from fusewright_cpu.kernels.by_hand import MOST_GEMV_ROWS, Gemv, Int8Conv, Int8Linear, form_of
-from fusewright_cpu.kernels.int8_linear import MOST_K, MOST_K_WITH_ZEROS
 from fusewright_cpu.onednn.lowerings import spec_of
 from fusewright_cpu.run.jit import compile_kernels
 from fusewright_cpu.run.sources import hash_of

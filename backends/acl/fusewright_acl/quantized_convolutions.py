@@ -14,8 +14,8 @@ from fusewright.toolkit.region.quantized import Quantized, Weight, dequantized, 
 from fusewright.toolkit.region.rewrite import Row
 from fusewright_acl.int8 import PACK_CONV
 from fusewright_acl.quantized import form_here, has_zeros, launch, numbers, product_reason
+from fusewright_cpu.kernels.arm.int8_conv import Geometry
 from fusewright_cpu.kernels.by_hand import Int8Conv
-from fusewright_cpu.kernels.int8_conv import Geometry
 from fusewright_cpu.onednn.lowerings import spec_of
 
 MOST_WASTE = 4

@@ -1,18 +1,20 @@
-"""The contenders of a measurement, by name: eager, Inductor in its variants, other installed backends, ours."""
+"""The contenders of a measurement, by name: eager, Inductor in its variants, ONNX Runtime, other installed backends, ours."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import json
+import logging
 import re
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from fusewright.bench import onnx
 from fusewright.errors import FusewrightError, nearest
 
 
@@ -62,10 +64,51 @@ class Contender:
             self.check_available()
             importlib.import_module(self.package)
         if self.exports:
-            return onnx.compile(fn, self.options)
+            return _exported(fn, self.options)
         given: dict[str, Any] = {"mode": self.mode} if self.mode else {"options": dict(self.options) or None}
         compiled: Callable[..., Any] = torch.compile(fn, backend=self.backend, **given)
         return compiled
+
+
+def _exported(fn: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    """`fn`, a module, exported for its first call's arguments and run by ONNX Runtime from then on.
+
+    Threads sleep between ops, as other contenders' do, unless the option `spinning` is true. Results are a list of tensors.
+    """
+    if not isinstance(fn, torch.nn.Module):
+        raise TypeError(f"ONNX Runtime runs exported modules; {type(fn).__name__} is none")
+    session: list[_Session] = []
+
+    def call(*args: Any, **kwargs: Any) -> list[torch.Tensor]:
+        if not session:
+            session.append(_Session(fn, args, kwargs, **options))
+        return session[0](args, kwargs)
+
+    return call
+
+
+class _Session:
+    def __init__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], spinning: bool = False) -> None:
+        import onnxruntime
+
+        settings = onnxruntime.SessionOptions()
+        settings.intra_op_num_threads = torch.get_num_threads()
+        settings.add_session_config_entry("session.intra_op.allow_spinning", str(int(spinning)))
+        logging.getLogger("onnxscript").setLevel(logging.ERROR)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            program = torch.onnx.export(module, args, kwargs=kwargs, dynamo=True, verbose=False)
+        assert program is not None
+        model = program.model_proto.SerializeToString()
+        self._session = onnxruntime.InferenceSession(model, settings, providers=["CPUExecutionProvider"])
+        self._inputs = [given.name for given in self._session.get_inputs()]
+        self._order = list(inspect.signature(module.forward).parameters)
+
+    def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+        given = {**dict(zip(self._order, args, strict=False)), **kwargs}
+        # Numbers and switches are part of the exported graph.
+        results = self._session.run(None, {name: given[name].numpy() for name in self._inputs})
+        return [torch.from_numpy(result) for result in results]
 
 
 KNOWN: dict[str, Contender] = {

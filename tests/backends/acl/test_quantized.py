@@ -11,7 +11,7 @@ from fusewright import _torch_compat as compat
 from fusewright import machine, report
 from fusewright.interface import Fragment, Value
 from fusewright_acl import quantized
-from fusewright_cpu.kernels.int8_linear import MOST_K
+from fusewright_cpu.kernels.arm.int8_linear import MOST_K
 from fusewright_cpu.target import aarch64_target
 from tests.backends.acl.common import BF16, F32, compiled
 from tests.fragments import Sketch, targets

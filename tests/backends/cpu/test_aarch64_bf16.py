@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from ci.aarch64.emulator import Emulator, missing
-from fusewright_cpu.kernels.bf16_linear import packed
+from fusewright_cpu.kernels.arm.bf16_linear import packed
+from fusewright_cpu.kernels.arm.int8_linear import padded
 from fusewright_cpu.kernels.by_hand import Bf16Linear
-from fusewright_cpu.kernels.int8_linear import padded
 from fusewright_cpu.run.sources import from_json, hash_of, to_json
 from fusewright_cpu.target import aarch64_target
 from tests.backends.cpu.assembly import has, instructions, loops

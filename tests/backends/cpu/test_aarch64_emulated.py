@@ -21,8 +21,8 @@ from fusewright_cpu.kernels.by_hand import Attention, Depthwise, Gemv
 from fusewright_cpu.run.sources import hash_of
 from fusewright_cpu.target import aarch64_target
 from tests.backends.cpu import test_attention as attention
-from tests.backends.cpu import test_gemv as gemv
 from tests.backends.cpu.emit import test_math as elementary
+from tests.backends.cpu.kernels import test_gemv as gemv
 from tests.backends.cpu.test_aarch64_assembly import KERNELS, reversed_places
 from tests.backends.cpu.test_random_kernels import SETTINGS, Case, cases, same_bits
 from tests.backends.cpu.test_targets import transposed, weighted_pairs

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from ci.aarch64.emulator import Emulator, missing
 from fusewright.toolkit.ir.types import to_torch
+from fusewright_cpu.kernels.arm.int8_conv import Geometry, packed, padded
 from fusewright_cpu.kernels.by_hand import Int8Conv, form_of
-from fusewright_cpu.kernels.int8_conv import Geometry, packed, padded
 from fusewright_cpu.run.sources import from_json, hash_of, to_json
 from fusewright_cpu.target import aarch64_target
 from tests.backends.cpu.assembly import has, instructions, loops

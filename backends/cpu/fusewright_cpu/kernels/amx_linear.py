@@ -27,7 +27,7 @@ LINES = 8
 SUM00, SUM01, SUM10, SUM11, X0, X1, W0, W1 = range(8)
 
 
-def packing(n: int, k: int) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+def packing(n: int, k: int, columns: int = BLOCK) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     """Return how a weight [n, k] is packed, `k` a multiple of 32: the padding with zeros, the shape of the padded weight as panels,
     halves, columns, steps, rows and pairs, and the order of these in memory."""
     return (0, 0, 0, -n % BLOCK), (-(-n // BLOCK), 2, PAIRS, k // STEP, PAIRS, 2), (0, 3, 1, 4, 2, 5)

@@ -324,28 +324,32 @@ class AmxLinear:
         return "" if target.has("amx-bf16") and target.vector_bytes == 64 else "needs AMX with bf16"
 
 
-VECTOR_COLUMNS, VECTOR_ROWS = 48, 8
-"""Columns of a panel of weights, and rows that are multiplied together: the least rows of a product."""
+VECTOR_TILES = {32: (6, 16), 64: (8, 48)}
+"""By the bytes of a register: the rows of a linear that are multiplied together, and the columns of a panel of weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class VectorLinear:
-    """A linear of fp32 with at least VECTOR_ROWS rows. `x` is [m, k], its rows `step` elements apart; `weight` is made by
-    `vector_linear.packed`; `bias` is padded to whole panels; `other` and `out` are [m, n] and dense. The activation `after`
-    keeps NaN."""
+    """A linear of fp32 with at least `rows` rows. `x` is [m, k], its rows `step` elements apart; `weight` is made by
+    `vector_linear.packed`; `bias` is padded to whole panels; `other` and `out` are [m, n] and dense. `rows` by `columns` results
+    are computed together. The activation `after` keeps NaN."""
 
     bias: bool = False
     add: bool = False
     after: str = ""
+    rows: int = 8
+    columns: int = 48
     dtype: ClassVar[str] = "f32"
-    least: ClassVar[int] = VECTOR_ROWS
-    columns: ClassVar[int] = VECTOR_COLUMNS
     depth: ClassVar[int] = 1
+
+    @property
+    def least(self) -> int:
+        return self.rows
 
     @property
     def name(self) -> str:
         parts = ("bias" if self.bias else "", "add" if self.add else "", self.after)
-        return "_".join(("vector_linear", *filter(None, parts)))
+        return "_".join(("vector_linear", str(self.rows), str(self.columns), *filter(None, parts)))
 
     @property
     def buffers(self) -> tuple[Buffer, ...]:
@@ -362,7 +366,16 @@ class VectorLinear:
 
     def refused(self, target: CpuTarget) -> str:
         """Return why the target is not supported, or ""."""
-        return "" if target.vector_bytes == 64 and not target.arm else "needs AVX-512"
+        return _refused_tile(self.rows, self.columns, target)
+
+
+def _refused_tile(rows: int, columns: int, target: CpuTarget) -> str:
+    """Return why sums of fp32 do not fit in the registers of a target, or ""."""
+    if target.arm or not (target.masks and target.fma):
+        return "needs AVX2 with FMA, or AVX-512"
+    vectors = rows * columns * 4 // target.vector_bytes
+    fits = columns * 4 % target.vector_bytes == 0 and vectors <= target.registers - 4
+    return "" if fits else "a block of sums that does not fit in registers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -403,8 +416,4 @@ class DirectConv:
 
     def refused(self, target: CpuTarget) -> str:
         """Return why the target is not supported, or ""."""
-        if target.arm or not (target.masks and target.fma):
-            return "needs AVX2 with FMA, or AVX-512"
-        vectors = self.rows * self.columns * 4 // target.vector_bytes
-        fits = self.columns * 4 % target.vector_bytes == 0 and vectors <= target.registers - 4
-        return "" if fits else "a block of sums that does not fit in registers"
+        return _refused_tile(self.rows, self.columns, target)

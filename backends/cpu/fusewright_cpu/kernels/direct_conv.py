@@ -11,12 +11,17 @@ from collections.abc import Callable, Mapping
 import torch
 
 from fusewright_cpu.emit.text import Fn, Module, V, i64
-from fusewright_cpu.kernels.by_hand import DirectConv
+from fusewright_cpu.kernels.by_hand import DirectConv, VectorLinear
 from fusewright_cpu.kernels.panels import Panels, emit_panels
 from fusewright_cpu.kernels.parts import ceil_div, each, least, load, store, word
+from fusewright_cpu.kernels.parts import most as larger
 
-CHUNK = 96
-"""About as many pixels in a work item, which read the weights of a panel while they are in the first cache."""
+SUMS = 4096
+"""The most sums of a work item, about, which stay in the first cache beside the weights of a part."""
+ITEMS = 3
+"""The least work items for each thread, if there are enough rows: threads differ in speed."""
+FEWEST = 8
+"""Blocks of a work item for the sake of that."""
 PART = 256
 """The most products in one running sum (see `onednn.sums`); for a row of a window 3/2 of it."""
 WORDS = 3
@@ -44,12 +49,14 @@ def emit_direct_conv(module: Module, a: DirectConv, name: str, parallel: bool) -
 
 class _Pixels(Panels):
     dtype = "f32"
+    pointwise: bool
 
-    def __init__(self, module: Module, a: DirectConv, name: str) -> None:
+    def __init__(self, module: Module, a: DirectConv | VectorLinear, name: str) -> None:
         self.rows, self.columns = a.rows, a.columns
-        self.held = CHUNK + 2 * a.rows
+        self.chunk = SUMS // a.columns
+        self.held = self.chunk + 2 * a.rows
         self.lanes = module.target.vector_bytes // 4
-        self.products_per_unit, self.pointwise = self.lanes, a.pointwise
+        self.products_per_unit, self.pointwise = self.lanes, not isinstance(a, DirectConv) or a.pointwise
         super().__init__(module, a, name)
         self.windows = self.f.alloca("i64", WORDS * self.held, 8)
         """Of each pixel of an item: the line and the column of the image that its window begins in, and where that is in `x`."""
@@ -57,9 +64,11 @@ class _Pixels(Panels):
     def count(self, f: Fn, size: Mapping[str, V]) -> V:
         return f.mul(ceil_div(f, size["n"], i64(self.columns)), size["groups"])
 
-    def item_rows(self, f: Fn, size: Mapping[str, V]) -> V:
-        """Return the rows of equal items of about CHUNK."""
-        items = ceil_div(f, size["m"], i64(CHUNK))
+    def item_rows(self, f: Fn, size: Mapping[str, V], threads: V) -> V:
+        """Return the rows of equal items: as many as fit, but enough items for all threads."""
+        wanted = ceil_div(f, f.mul(threads, i64(ITEMS)), self.count(f, size))
+        most = f.add(f.bin("sdiv", size["m"], i64(FEWEST * self.rows)), i64(1))
+        items = larger(f, ceil_div(f, size["m"], i64(self.chunk)), least(f, wanted, most))
         return f.mul(ceil_div(f, ceil_div(f, size["m"], items), i64(self.rows)), i64(self.rows))
 
     def panel_bytes(self) -> V:
@@ -74,6 +83,10 @@ class _Pixels(Panels):
     def _group(self, panel: V) -> V:
         return self.f.bin("sdiv", panel, self.per_group)
 
+    def image(self, panel: V) -> V:
+        """Return the address of the channels that a panel reads."""
+        return self.f.gep("float", self.base["x"], self.f.mul(self._group(panel), self.size["c"]))
+
     def blocks(self, row: V, count: V, panel: V, weights: V, ahead: V) -> None:
         """Compute a part of the sums for all blocks, whose weights stay in the first cache, then the next."""
         f, size = self.f, self.size
@@ -81,7 +94,7 @@ class _Pixels(Panels):
         start = least(f, row, last)
         if not self.pointwise:
             self._find_windows(start, f.bin("sub", least(f, f.add(row, count), size["m"]), start))
-        self.x = f.gep("float", self.base["x"], f.mul(self._group(panel), size["c"]))
+        self.x = self.image(panel)
 
         def each_block(body: Callable[[V, V], None]) -> None:
             each(f, i64(0), count, self.rows, lambda at: body(at, f.bin("sub", least(f, f.add(row, at), last), start)))
@@ -196,3 +209,20 @@ class _Pixels(Panels):
 
         for p, s in zip(places, f.when(f.cmp("icmp ne", before, i64(0)), added, sums), strict=True):
             store(f, s, p, 4 * self.lanes)
+
+
+class Rows(_Pixels):
+    """The rows of a linear as the pixels of an image."""
+
+    def __init__(self, module: Module, a: VectorLinear, name: str) -> None:
+        super().__init__(module, a, name)
+        self.size |= {"c": self.size["k"], "step_x": self.size["step"]}
+
+    def count(self, f: Fn, size: Mapping[str, V]) -> V:
+        return ceil_div(f, size["n"], i64(self.columns))
+
+    def place(self, panel: V) -> tuple[V, V, V]:
+        return Panels.place(self, panel)
+
+    def image(self, panel: V) -> V:
+        return self.base["x"]

@@ -40,13 +40,15 @@ def emit_panels(module: Module, a: Product, name: str, parallel: bool, body: Pan
     f = Fn(module, name, "i64", ["ptr", "i64"], linkage="dso_local")
     block, threads = f.args
     size = sizes(f, a, block)
-    items = f.mul(body.count(f, size), ceil_div(f, size["m"], body.item_rows(f, size)))
+    rows = body.item_rows(f, size, threads)
+    items = f.mul(body.count(f, size), ceil_div(f, size["m"], rows))
     columns = f.mul(size["n"], size["groups"]) if "groups" in size else size["n"]
     work = f.mul(f.mul(size["m"], columns), f.add(f.bin("sdiv", size["k"], i64(body.products_per_unit)), i64(2)))
     team = least(f, least(f, items, threads), f.add(f.bin("sdiv", work, i64(LOOPS.grain)), i64(1)))
     shared = f.let("ptr", 1, f"alloca i64, {f.mul(team, i64(APART))}, align 64")
     each(f, i64(0), team, 1, lambda t: f.raw(f"store i64 0, {f.gep('i64', shared, f.mul(t, i64(APART)))}"))
-    f.raw(f"store {team}, {f.gep('i64', shared, i64(1))}")
+    for at, number in enumerate((team, rows), 1):
+        f.raw(f"store {number}, {f.gep('i64', shared, i64(at))}")
     start(f, name, block, team, shared, team if parallel else None)
     f.raw("ret i64 0")
     f.finish()
@@ -59,7 +61,7 @@ def sizes(f: Fn, a: Product, block: V) -> dict[str, V]:
 
 class Panels(abc.ABC):
     """`void body(ptr block, i64 lo, i64 hi, ptr shared)`: a thread, number `lo`. `shared` holds for each thread, APART words apart,
-    how many items of its share are taken, and in its second word the number of threads."""
+    how many items of its share are taken, and behind the first count the number of threads and the rows of an item."""
 
     columns: int
     rows: int
@@ -98,7 +100,7 @@ class Panels(abc.ABC):
         """Return the number of panels."""
         return ceil_div(f, size["n"], i64(self.columns))
 
-    def item_rows(self, f: Fn, size: Mapping[str, V]) -> V:
+    def item_rows(self, f: Fn, size: Mapping[str, V], threads: V) -> V:
         """Return the rows of a work item, a multiple of those of a block."""
         return i64(self.chunk)
 
@@ -117,9 +119,9 @@ class Panels(abc.ABC):
     def write(self) -> None:
         f = self.f
         self.bytes = self.panel_bytes()
-        self.panels, self.of_item = self.count(f, self.size), self.item_rows(f, self.size)
+        team, self.of_item = word(f, f.args[3], 1), word(f, f.args[3], 2)
+        self.panels = self.count(f, self.size)
         items = f.mul(self.panels, ceil_div(f, self.size["m"], self.of_item))
-        team = f.let("i64", 1, f"load i64, {f.gep('i64', f.args[3], i64(1))}")
 
         def of_thread(t: V) -> None:
             whose = f.bin("srem", f.add(f.args[1], t), team)

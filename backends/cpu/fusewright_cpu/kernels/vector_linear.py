@@ -1,7 +1,8 @@
-"""A linear of fp32 with AVX-512: `out = after(x @ weight.T (+ bias) (+ other))`.
+"""A linear of fp32: `out = after(x @ weight.T (+ bias) (+ other))`.
 
-A block is 8 rows by 48 columns, whose 24 vectors of sums, three of weights and one of x are in registers. After PART products sums
-are added to those before: as exact as eager's, which adds in parts as well. The loops are those of `panels`.
+With AVX-512 a block is 8 rows by 48 columns, whose 24 vectors of sums, three of weights and one of x are in registers. After PART
+products sums are added to those before: as exact as eager's, which adds in parts as well. The loops are those of `panels`. With
+AVX2 the rows are pixels of `direct_conv`.
 """
 
 from __future__ import annotations
@@ -9,13 +10,13 @@ from __future__ import annotations
 import torch
 
 from fusewright_cpu.emit.text import Module, V, i64
-from fusewright_cpu.kernels.by_hand import VECTOR_COLUMNS as COLUMNS
-from fusewright_cpu.kernels.by_hand import VECTOR_ROWS as ROWS
-from fusewright_cpu.kernels.by_hand import VectorLinear
+from fusewright_cpu.kernels.by_hand import VECTOR_TILES, VectorLinear
+from fusewright_cpu.kernels.direct_conv import Rows
 from fusewright_cpu.kernels.panels import Panels, emit_panels
 from fusewright_cpu.kernels.parts import each, least, load, store
 
 LANES = 16
+ROWS, COLUMNS = VECTOR_TILES[64]
 VECTORS = COLUMNS // LANES
 CHUNK = 8 * ROWS
 PART = 256
@@ -24,21 +25,23 @@ LEAP = 4 * COLUMNS // 64
 """Cache lines of a panel per step of k. Each block of a chunk fetches one of eight successive lines."""
 
 
-def packing(n: int, k: int) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+def packing(n: int, k: int, columns: int) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     """Return how a weight [n, k] is packed: the padding with zeros, the shape of the padded weight as panels, columns and k, and
     the order of these in memory."""
-    return (0, 0, 0, -n % COLUMNS), (-(-n // COLUMNS), COLUMNS, k), (0, 2, 1)
+    return (0, 0, 0, -n % columns), (-(-n // columns), columns, k), (0, 2, 1)
 
 
-def packed(weight: torch.Tensor) -> torch.Tensor:
+def packed(weight: torch.Tensor, columns: int) -> torch.Tensor:
     """Pack a weight."""
-    pad, shape, order = packing(*weight.shape)
+    n, k = weight.shape
+    pad, shape, order = packing(n, k, columns)
     return torch.nn.functional.pad(weight, pad).view(shape).permute(order).contiguous()
 
 
 def emit_vector_linear(module: Module, a: VectorLinear, name: str, parallel: bool) -> None:
     """Add the function `name` (see `emit_panels`)."""
-    emit_panels(module, a, name, parallel, _Vectors(module, a, f"{name}.body"))
+    body = _Vectors if module.target.vector_bytes == 64 else Rows
+    emit_panels(module, a, name, parallel, body(module, a, f"{name}.body"))
 
 
 class _Vectors(Panels):

@@ -21,8 +21,9 @@ from fusewright.toolkit.region.builder import Builder, channels_last_strides, co
 from fusewright.toolkit.region.pattern import Chain, Match, chain, find, siblings
 from fusewright.toolkit.region.rewrite import Row
 from fusewright_cpu.kernels.by_hand import MOST_GEMV_ROWS, Attention
-from fusewright_cpu.onednn import choices, depthwise, direct_conv, own, patterns, pointwise_conv, sums
+from fusewright_cpu.onednn import choices, own, patterns, sums
 from fusewright_cpu.onednn.choices import FITTED, NOTHING, Product, Unary
+from fusewright_cpu.onednn.conv import depthwise, direct, pointwise
 from fusewright_cpu.onednn.folding import folded
 from fusewright_cpu.onednn.left_behind import SHAPES
 from fusewright_cpu.onednn.patterns import POST_OPS, is_packed, operands, other_of, post_op, posts, rides
@@ -573,9 +574,9 @@ ROWS = (
     ),
     of_table(LOWERINGS, "onednn.product", patterns.PRODUCT, "product"),
     depthwise.ROW,
-    pointwise_conv.ROW,
-    direct_conv.FEW,
-    direct_conv.ROW,
+    pointwise.ROW,
+    direct.FEW,
+    direct.ROW,
     of_table(LOWERINGS, "onednn.conv", patterns.CONV, "convolution"),
     of_table(LOWERINGS, "onednn.attention", patterns.ATTENTION, "attention"),
 )  # fmt: skip

@@ -1,5 +1,5 @@
 """Products as our own kernels, where they measure faster than a library's: with a constant weight bf16 on AMX
-(`fusewright_cpu.kernels.amx_linear`) and fp32 with AVX-512 (`vector_linear`), whose activations keep NaN, so that they compute
+(`fusewright_cpu.kernels.amx_linear`) and fp32 (`vector_linear`), whose activations keep NaN, so that they compute
 those as well that oneDNN's calls must not; and of few rows with any weight (`gemv`), which is read where it lies."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fusewright.plan.ir import Ref
 from fusewright.toolkit.ir.types import from_torch
 from fusewright.toolkit.region.builder import Builder, contiguous_strides
 from fusewright_cpu.kernels import amx_linear, vector_linear
-from fusewright_cpu.kernels.by_hand import MOST_GEMV_ROWS, AmxLinear, Gemv, VectorLinear
+from fusewright_cpu.kernels.by_hand import MOST_GEMV_ROWS, VECTOR_TILES, AmxLinear, Gemv, VectorLinear
 from fusewright_cpu.run.sources import hash_of
 from fusewright_cpu.target import host_target
 
@@ -23,22 +23,24 @@ FORM, FEW_ROWS = "own", "gemv"
 """The forms of a product (see `choices.linear_form`)."""
 
 Linear: TypeAlias = AmxLinear | VectorLinear
-Packing: TypeAlias = Callable[[int, int], tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]
-KERNELS: Mapping[torch.dtype, tuple[type[Linear], Packing]] = {
-    torch.bfloat16: (AmxLinear, amx_linear.packing), torch.float32: (VectorLinear, vector_linear.packing),
-}  # fmt: skip
-"""Kernels and how their weights are packed, by the type of a product."""
+Packing: TypeAlias = Callable[[int, int, int], tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]
+PACKING: Mapping[torch.dtype, Packing] = {torch.bfloat16: amx_linear.packing, torch.float32: vector_linear.packing}
+"""How weights of n columns and k rows are packed in panels of columns, by the type of a product."""
 
 
 def fits(m: int, k: int, dtype: torch.dtype) -> bool:
     """Return whether a kernel computes products of m rows of k elements on this machine."""
-    kernel, _ = KERNELS.get(dtype, (None, None))
-    return kernel is not None and m >= kernel.least and k > 0 and k % kernel.depth == 0 and not kernel().refused(host_target())
+    if dtype not in PACKING:
+        return False
+    kernel = kernel_of(dtype)
+    return m >= kernel.least and k > 0 and k % kernel.depth == 0 and not kernel.refused(host_target())
 
 
 def kernel_of(dtype: torch.dtype, bias: bool = True, add: bool = False, after: str = "") -> Linear:
-    """Return the kernel for a type that `fits`."""
-    return KERNELS[dtype][0](bias, add, after)
+    """Return the kernel for a type of `PACKING`."""
+    if dtype is torch.bfloat16:
+        return AmxLinear(bias, add, after)
+    return VectorLinear(bias, add, after, *VECTOR_TILES.get(host_target().vector_bytes, VECTOR_TILES[64]))
 
 
 def takes(op: OpView, operands: Sequence[Value | None], b: Builder) -> bool:
@@ -77,7 +79,7 @@ def launch(
     _, n, k, _ = sizes
     dtype = b.spec(x).dtype
     kernel = kernel_of(dtype, bias is not None, other is not None, after[0])
-    values = [x, Value(_packed(weight, n, k, KERNELS[dtype][1], b).id, None)]
+    values = [x, Value(_packed(weight, PACKING[dtype](n, k, kernel.columns), b).id, None)]
     if bias is not None:
         wide = b.prepare("aten::_to_copy.default", bias, dtype=torch.float32)
         values.append(Value(b.prepare("aten::constant_pad_nd.default", wide, (0, -n % kernel.columns)).id, None))
@@ -85,8 +87,8 @@ def launch(
     b.launch(kernel, hash_of(kernel), values, sizes, after[1], out=out, op=op)
 
 
-def _packed(weight: Ref, n: int, k: int, packing: Packing, b: Builder) -> Ref:
-    pad, shape, order = packing(n, k)
+def _packed(weight: Ref, packing: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]], b: Builder) -> Ref:
+    pad, shape, order = packing
     padded = b.prepare("aten::constant_pad_nd.default", weight, pad)
     panels = b.prepare("aten::permute.default", b.prepare("aten::reshape.default", padded, shape), order)
     return b.prepare("aten::clone.default", panels, memory_format=torch.contiguous_format)

@@ -11,7 +11,8 @@ from fusewright.toolkit.fuse.fuser import fuse
 from fusewright.toolkit.region.builder import Builder
 from fusewright.toolkit.region.graph import Claim, RegionGraph
 from fusewright.toolkit.region.rewrite import Row, claimed, first
-from fusewright_cpu.onednn import depthwise, norms
+from fusewright_cpu.onednn import norms
+from fusewright_cpu.onednn.conv import depthwise
 
 
 def lowered(graph: RegionGraph, rows: Mapping[str, Sequence[Row]], ctx: CompileContext, owner: FusedBackend) -> Fragment:

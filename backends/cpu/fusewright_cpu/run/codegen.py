@@ -12,8 +12,10 @@ from fusewright_cpu.emit.text import Module
 from fusewright_cpu.emit.unroll import unrolled
 from fusewright_cpu.kernels.amx_attention import OnTiles
 from fusewright_cpu.kernels.amx_linear import emit_amx_linear
+from fusewright_cpu.kernels.arm.bf16_linear import emit_bf16_linear
+from fusewright_cpu.kernels.arm.int8_conv import emit_int8_conv
+from fusewright_cpu.kernels.arm.int8_linear import emit_int8_linear
 from fusewright_cpu.kernels.attention import Body, emit_attention
-from fusewright_cpu.kernels.bf16_linear import emit_bf16_linear
 from fusewright_cpu.kernels.by_hand import (
     AmxLinear,
     Attention,
@@ -28,8 +30,6 @@ from fusewright_cpu.kernels.by_hand import (
 from fusewright_cpu.kernels.depthwise import emit_depthwise
 from fusewright_cpu.kernels.direct_conv import emit_direct_conv
 from fusewright_cpu.kernels.gemv import emit_gemv
-from fusewright_cpu.kernels.int8_conv import emit_int8_conv
-from fusewright_cpu.kernels.int8_linear import emit_int8_linear
 from fusewright_cpu.kernels.vector_linear import emit_vector_linear
 from fusewright_cpu.run.sources import Source, symbol_name
 from fusewright_cpu.target import CpuTarget

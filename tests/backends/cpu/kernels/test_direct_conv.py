@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from fusewright_cpu.kernels.by_hand import DirectConv
 from fusewright_cpu.kernels.direct_conv import packed
-from fusewright_cpu.onednn.direct_conv import TILES, tile_of
+from fusewright_cpu.onednn.conv.direct import TILES, tile_of
 from fusewright_cpu.run.codegen import kernels_to_text, to_object
 from fusewright_cpu.run.jit import compile_kernels
 from fusewright_cpu.run.sources import from_json, hash_of, to_json

@@ -21,7 +21,8 @@ from fusewright.toolkit.region.pattern import Match, chain, maybe
 from fusewright.toolkit.region.rewrite import Row
 from fusewright_cpu.kernels import direct_conv
 from fusewright_cpu.kernels.by_hand import MOST_GEMV_ROWS, DirectConv, Gemv
-from fusewright_cpu.onednn import choices, own, pointwise_conv, sums
+from fusewright_cpu.onednn import choices, own, sums
+from fusewright_cpu.onednn.conv import pointwise
 from fusewright_cpu.onednn.folding import folded
 from fusewright_cpu.onednn.patterns import POST_OPS, folds_batch_norm, is_packed, other_of
 from fusewright_cpu.run.sources import hash_of
@@ -92,7 +93,7 @@ def _kernel(m: Match, x: TensorSpec | None = None) -> DirectConv | None:
     if tile is None:
         return None
     biased = op.arg("bias") is not None or m.get("batch_norm") is not None
-    after, _ = pointwise_conv.after(m)
+    after, _ = pointwise.after(m)
     return DirectConv(tile.rows, tile.columns, biased, m.get("add") is not None, after, _is_product(op, x))
 
 
@@ -129,13 +130,13 @@ def _pays(m: Match, b: Builder) -> bool:
     op, shape = m.anchor, _shape(m.anchor.arg("input"))
     kernel, unary = _kernel(m), m.get("unary")
     assert kernel is not None
-    if kernel.pointwise and op.arg("groups") == 1 and own.fits(_sizes(m, _spec(op.arg("input")))[0], shape[1], torch.float32):
-        return False  # `pointwise_conv` was slower
+    if kernel.pointwise and op.arg("groups") == 1 and pointwise.covers(_spec(op.arg("input"))):
+        return False  # it was slower
     x = TensorSpec(shape, channels_last_strides(shape), torch.float32)
     apart = unary is not None and not (POST_OPS[unary.op].exact or b.ctx.options["finite_math"])
     geometry = tuple(list(_pair(op, name)) for name in ("padding", "stride", "dilation"))
     conv = choices.Convolution(shape, _shape(op.arg("weight")), geometry, op.arg("groups"), sums.parts_of(op), apart)
-    return choices.conv_form(b.ctx, kernel, conv, _sizes(m, x), pointwise_conv.after(m)[1], b.built) == own.FORM
+    return choices.conv_form(b.ctx, kernel, conv, _sizes(m, x), pointwise.after(m)[1], b.built) == own.FORM
 
 
 def _write(m: Match, b: Builder) -> None:
@@ -150,11 +151,11 @@ def _write(m: Match, b: Builder) -> None:
     values = [x, _packed(weight, op, columns, b)]
     if bias is not None:
         values.append(_made(b.prepare("aten::constant_pad_nd.default", bias, (0, columns))))
-    values += [] if other is None else [pointwise_conv.channels_last(other, b)]
+    values += [] if other is None else [pointwise.channels_last(other, b)]
     if not kernel.pointwise:
         values.append(_made(b.prepare("aten::zeros.default", (_shape(op.arg("weight"))[1],), dtype=torch.float32)))
     out = b.with_layout(m.out, channels_last_strides(_shape(m.out)))
-    b.launch(kernel, hash_of(kernel), values, _sizes(m, b.spec(x)), pointwise_conv.after(m)[1], out=out, op=op)
+    b.launch(kernel, hash_of(kernel), values, _sizes(m, b.spec(x)), pointwise.after(m)[1], out=out, op=op)
     b.close_call(m.ops)
     b.notes[op.id] = " + ".join(["convolution in one kernel", *(p.op for p in m.ops[1:])])
     for part in m.ops[1:]:
@@ -173,7 +174,7 @@ def _packed(weight: Ref, op: OpView, columns: int, b: Builder) -> Value:
 
 
 ROW = Row(
-    "onednn.direct", pointwise_conv.conv_chain("onednn.direct"), when=_fits, pays=_pays, write=_write, note="convolution"
+    "onednn.direct", pointwise.conv_chain("onednn.direct"), when=_fits, pays=_pays, write=_write, note="convolution"
 )  # fmt: skip
 
 
@@ -207,7 +208,7 @@ def _write_few(m: Match, b: Builder) -> None:
     n, k = _shape(op.arg("weight"))[:2]
     matrix = b.prepare("aten::reshape.default", weight, (n, k))
     rows = b.prepare("aten::clone.default", matrix, memory_format=torch.contiguous_format)
-    values = [pointwise_conv.channels_last(op.arg("input"), b), _made(rows)]
+    values = [pointwise.channels_last(op.arg("input"), b), _made(rows)]
     if bias is not None:
         values.append(_made(b.prepare("aten::_to_copy.default", bias, dtype=torch.float32)))
     out = b.with_layout(m.out, channels_last_strides(_shape(m.out)))

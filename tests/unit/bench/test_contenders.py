@@ -1,4 +1,4 @@
-"""ONNX Runtime as a contender."""
+"""Contenders that need more than a backend's name."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from fusewright.bench import onnx
 from fusewright.bench.contenders import KNOWN, Unavailable, from_backend
 
 MISSING = [name for name in ("onnxruntime", "onnxscript") if importlib.util.find_spec(name) is None]
@@ -30,7 +29,7 @@ class Scaled(nn.Module):
 def test_results_are_eagers() -> None:
     model, x, shift = Scaled().eval(), torch.randn(2, 4), torch.randn(3)
     with torch.no_grad():
-        found = onnx.compile(model, {"spinning": True})(x, factor=2.0, shift=shift)
+        found = from_backend("onnxruntime[spinning=true]").compile(model)(x, factor=2.0, shift=shift)
         expected = model(x, shift, 2.0)
     for ours, eager in zip(found, expected.values(), strict=True):
         torch.testing.assert_close(ours, eager)
@@ -38,7 +37,7 @@ def test_results_are_eagers() -> None:
 
 def test_only_modules_are_exported() -> None:
     with pytest.raises(TypeError, match="exported modules"):
-        onnx.compile(torch.relu, {})
+        KNOWN["onnxruntime"].compile(torch.relu)
 
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

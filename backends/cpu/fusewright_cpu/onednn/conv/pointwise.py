@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from fusewright.interface import OpView, TensorSpec, Value, hint
 from fusewright.toolkit.region.builder import Builder, channels_last_strides
 from fusewright.toolkit.region.pattern import Chain, Match, chain, maybe
@@ -16,6 +18,7 @@ from fusewright.toolkit.region.rewrite import Row
 from fusewright_cpu.onednn import choices, own
 from fusewright_cpu.onednn.folding import folded
 from fusewright_cpu.onednn.patterns import POST_OPS, folds_batch_norm, is_packed, other_of, reads, same_type
+from fusewright_cpu.target import host_target
 
 
 def _adds(op: OpView, m: Match, b: Builder) -> bool:
@@ -48,7 +51,13 @@ def _fits(m: Match, b: Builder) -> bool:
     one = all(set(sizes) == {1} for sizes in (weight.shape[2:], op.arg("stride"), (op.arg("groups"),)))
     plain = one and set(op.arg("padding")) == {0}
     typed = all(v.spec is not None and v.spec.dtype == x.dtype for v in op.inputs()) and b.is_const(op.arg("bias"))
-    return plain and typed and own.fits(_rows(x), hint(x.shape[1]), x.dtype)
+    return plain and typed and covers(x)
+
+
+def covers(x: TensorSpec) -> bool:
+    """Whether a linear computes 1x1 convolutions of such images; with AVX2 `direct_conv` does, which has more tiles."""
+    wide = x.dtype is not torch.float32 or host_target().vector_bytes == 64
+    return wide and own.fits(_rows(x), hint(x.shape[1]), x.dtype)
 
 
 def _rows(x: TensorSpec) -> int:

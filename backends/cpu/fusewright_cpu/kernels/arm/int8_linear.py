@@ -14,9 +14,9 @@ import torch
 
 from fusewright_cpu.emit.pointwise import cast, memory_type
 from fusewright_cpu.emit.text import Module, V, const, i64
+from fusewright_cpu.kernels.arm.tiles import COLUMNS, STEP, Tiles, emit_tiles
 from fusewright_cpu.kernels.by_hand import FORMS, Int8Linear, Int8Product
 from fusewright_cpu.kernels.parts import load, store
-from fusewright_cpu.kernels.tiles import COLUMNS, STEP, Tiles, emit_tiles
 
 MOST_K, MOST_K_WITH_ZEROS = 65_536, 32_768
 """The longest sums of products that fit int32 for any values: of weights, and of weights minus their zero points."""

@@ -14,12 +14,12 @@ from typing import ClassVar
 import torch
 
 from fusewright_cpu.emit.text import Module, V, const, i64
+from fusewright_cpu.kernels.arm.int8_linear import Int8Tiles
+from fusewright_cpu.kernels.arm.int8_linear import packed as packed_rows
+from fusewright_cpu.kernels.arm.int8_linear import padded as padded_columns
+from fusewright_cpu.kernels.arm.tiles import COLUMNS, STEP, emit_tiles
 from fusewright_cpu.kernels.by_hand import Int8Conv
-from fusewright_cpu.kernels.int8_linear import Int8Tiles
-from fusewright_cpu.kernels.int8_linear import packed as packed_rows
-from fusewright_cpu.kernels.int8_linear import padded as padded_columns
 from fusewright_cpu.kernels.parts import ceil_div, least, load, most, store
-from fusewright_cpu.kernels.tiles import COLUMNS, STEP, emit_tiles
 
 EIGHT = 8
 """Bytes of a row that are packed at once."""

@@ -13,9 +13,9 @@ import torch
 
 from fusewright_cpu.emit.pointwise import cast
 from fusewright_cpu.emit.text import Module, V, i64
+from fusewright_cpu.kernels.arm.tiles import COLUMNS, STEP, Tiles, emit_tiles
 from fusewright_cpu.kernels.by_hand import Bf16Linear
 from fusewright_cpu.kernels.parts import load
-from fusewright_cpu.kernels.tiles import COLUMNS, STEP, Tiles, emit_tiles
 
 WIDTH = STEP // 2
 """Elements of a row per step of the inner loop."""
