@@ -25,6 +25,20 @@ def drawn(g: Sketch, mean: float = 0.0, groups: int = 4, batch: int = 2, affine:
     return g.op("group_norm", y, *scale, batch, 16, 81, groups, 1e-5)
 
 
+def test_a_residual_stream_that_eager_keeps_transposed_is_turned_once() -> None:
+    """As in MobileViT: each norm would read a row's elements from as many cache lines."""
+    g = Sketch()
+    w = g.input(torch.randn(48, 48), const=True)
+    x = g.op("transpose", g.input(torch.randn(2, 48, 40)), 1, 2)
+    for _ in range(2):
+        made = g.op("linear", g.op("layer_norm", x, [48], None, None, 1e-5), w, None)
+        x = g.op("add", x, made)
+    z = g.op("layer_norm", x, [48], None, None, 1e-5)
+    check(g, [z])
+    streams = [s.stride for s in g.temporaries.values() if s is not None and s.shape == (2, 40, 48)]
+    assert (1920, 48, 1) in streams and x.spec.stride == (1920, 1, 40)
+
+
 @pytest.mark.parametrize("affine", [True, False])
 @pytest.mark.parametrize(("groups", "batch"), [(4, 2), (1, 1), (16, 2)])
 def test_group_norms_stay_channels_last(groups: int, batch: int, affine: bool) -> None:

@@ -16,8 +16,10 @@ from fusewright_cpu.kernels.panels import Panels, emit_panels
 from fusewright_cpu.kernels.parts import ceil_div, each, least, load, store, word
 from fusewright_cpu.kernels.parts import most as larger
 
-SUMS = 4096
-"""The most sums of a work item, about, which stay in the first cache beside the weights of a part."""
+SUMS = 2048
+"""The most sums of a panel in a work item, about."""
+TOGETHER = 4
+"""The most panels of a work item, which read a part of its rows while it is in the second cache."""
 ITEMS = 3
 """The least work items for each thread, if there are enough rows: threads differ in speed."""
 FEWEST = 8
@@ -48,7 +50,7 @@ def emit_direct_conv(module: Module, a: DirectConv, name: str, parallel: bool) -
 
 
 class _Pixels(Panels):
-    dtype = "f32"
+    dtype, held_panels = "f32", TOGETHER
     pointwise: bool
 
     def __init__(self, module: Module, a: DirectConv | VectorLinear, name: str) -> None:
@@ -64,12 +66,14 @@ class _Pixels(Panels):
     def count(self, f: Fn, size: Mapping[str, V]) -> V:
         return f.mul(ceil_div(f, size["n"], i64(self.columns)), size["groups"])
 
-    def item_rows(self, f: Fn, size: Mapping[str, V], threads: V) -> V:
-        """Return the rows of equal items: as many as fit, but enough items for all threads."""
-        wanted = ceil_div(f, f.mul(threads, i64(ITEMS)), self.count(f, size))
+    def of_item(self, f: Fn, size: Mapping[str, V], threads: V) -> tuple[V, V]:
+        """Return equal numbers of rows, as many as fit, and as many panels, but enough items for all threads."""
+        panels, wanted = self.count(f, size), f.mul(threads, i64(ITEMS))
         most = f.add(f.bin("sdiv", size["m"], i64(FEWEST * self.rows)), i64(1))
-        items = larger(f, ceil_div(f, size["m"], i64(self.chunk)), least(f, wanted, most))
-        return f.mul(ceil_div(f, ceil_div(f, size["m"], items), i64(self.rows)), i64(self.rows))
+        chunks = larger(f, ceil_div(f, size["m"], i64(self.chunk)), least(f, ceil_div(f, wanted, panels), most))
+        rows = f.mul(ceil_div(f, ceil_div(f, size["m"], chunks), i64(self.rows)), i64(self.rows))
+        many = f.bin("sdiv", f.mul(panels, chunks), wanted)
+        return rows, larger(f, i64(1), least(f, least(f, many, panels), i64(TOGETHER)))
 
     def panel_bytes(self) -> V:
         self.per_group = ceil_div(self.f, self.size["n"], i64(self.columns))
@@ -87,30 +91,42 @@ class _Pixels(Panels):
         """Return the address of the channels that a panel reads."""
         return self.f.gep("float", self.base["x"], self.f.mul(self._group(panel), self.size["c"]))
 
-    def blocks(self, row: V, count: V, panel: V, weights: V, ahead: V) -> None:
+    def blocks(self, row: V, count: V, panel: V, then: V) -> None:
         """Compute a part of the sums for all blocks, whose weights stay in the first cache, then the next."""
         f, size = self.f, self.size
         last = f.bin("sub", size["m"], i64(self.rows))
         start = least(f, row, last)
+        panels = least(f, f.bin("sub", self.panels, panel), self.item_panels)
         if not self.pointwise:
             self._find_windows(start, f.bin("sub", least(f, f.add(row, count), size["m"]), start))
-        self.x = self.image(panel)
 
-        def each_block(body: Callable[[V, V], None]) -> None:
-            each(f, i64(0), count, self.rows, lambda at: body(at, f.bin("sub", least(f, f.add(row, at), last), start)))
+        def each_block(body: Callable[[V, V, V, V], None]) -> None:
+            """Emit `body(panel, row, row from the first on, sums)` for each block of each panel."""
 
-        def sums(at: V) -> V:
-            return f.gep("float", self.sums, f.mul(at, i64(self.columns)))
+            def of_panel(p: V) -> None:
+                held = f.gep("float", self.sums, f.mul(p, i64(self.held * self.columns)))
+                this = f.add(panel, p)
+
+                def block(at: V) -> None:
+                    r = f.bin("sub", least(f, f.add(row, at), last), start)
+                    body(this, f.add(start, r), r, f.gep("float", held, f.mul(at, i64(self.columns))))
+
+                self._use(this)
+                each(f, i64(0), count, self.rows, block)
+
+            each(f, i64(0), panels, 1, of_panel)
 
         if self.pointwise:
-
-            def products(c: V) -> None:
-                each_block(lambda at, r: self._pixels_of_part(f.add(start, r), sums(at), weights, ahead, c))
-
-            each(f, i64(0), size["c"], PART, products)
+            each(f, i64(0), size["c"], PART, lambda c: each_block(lambda p, at, r, sums: self._pixels_of_part(at, sums, c)))
         else:
-            self._parts(lambda y, x, c: each_block(lambda at, r: self._windows_of_part(r, sums(at), weights, ahead, y, x, c)))
-        each_block(lambda at, r: self.finish(f.add(start, r), panel, sums(at)))
+            self._parts(lambda y, x, c: each_block(lambda p, at, r, sums: self._windows_of_part(r, sums, y, x, c)))
+        each_block(lambda p, at, r, sums: self.finish(at, p, sums))
+
+    def _use(self, panel: V) -> None:
+        """Multiply by this panel from now on."""
+        f = self.f
+        self.x, self.here = self.image(panel), self.weights(panel)
+        self.there = self.weights(f.bin("srem", f.add(panel, i64(1)), self.panels))
 
     def _parts(self, body: Callable[[V, V, V], None]) -> None:
         """Emit `body` for each part of the sums: a row of the window, or a tap of it, from a channel on."""
@@ -148,12 +164,12 @@ class _Pixels(Panels):
 
         f.loop(i64(0), count, i64(1), [image, y, x], next_one)
 
-    def _pixels_of_part(self, row: V, sums: V, weights: V, ahead: V, c: V) -> None:
+    def _pixels_of_part(self, row: V, sums: V, c: V) -> None:
         f = self.f
         pointers = [f.gep("float", self.x, f.mul(f.add(row, i64(r)), self.size["step_x"])) for r in range(self.rows)]
-        self._add(sums, self._run(pointers, weights, ahead, c, self._zeros()), c)
+        self._add(sums, self._run(pointers, i64(0), c, self._zeros()), c)
 
-    def _windows_of_part(self, r: V, sums: V, weights: V, ahead: V, y: V, x: V, c: V) -> None:
+    def _windows_of_part(self, r: V, sums: V, y: V, x: V, c: V) -> None:
         f, size = self.f, self.size
         down = f.mul(y, size["dilation_y"])
         tops, lefts, wheres = (
@@ -171,7 +187,7 @@ class _Pixels(Panels):
                 p = f.gep("float", self.x, f.add(at, f.mul(off, size["step_x"])))
                 pointers.append(f.select(within, p, self.base["zero"]))
             done = self._bytes(f.mul(f.add(f.mul(y, size["kx"]), t), size["c"]))
-            return self._run(pointers, f.gep("i8", weights, done), f.gep("i8", ahead, done), c, so_far)
+            return self._run(pointers, done, c, so_far)
 
         made = f.loop(x, least(f, f.add(x, self.span), size["kx"]), i64(1), self._zeros(), tap)
         self._add(sums, made, f.bin("or", f.bin("or", y, x), c))
@@ -183,9 +199,11 @@ class _Pixels(Panels):
         """Return the bytes of a panel for so many products."""
         return self.f.mul(products, i64(4 * self.columns))
 
-    def _run(self, pointers: list[V], weights: V, ahead: V, first: V, sums: list[V]) -> list[V]:
-        """Add the products of at most PART channels, from one on, and fetch as much of the next panel."""
+    def _run(self, pointers: list[V], done: V, first: V, sums: list[V]) -> list[V]:
+        """Add the products of at most PART channels, from one on, and fetch as much of the next panel. `done`: bytes of a panel
+        before these channels."""
         f, vectors = self.f, self.columns // self.lanes
+        weights, ahead = (f.gep("i8", p, done) for p in (self.here, self.there))
 
         def step(c: V, sums: list[V]) -> list[V]:
             out, w = list(sums), f.mul(c, i64(self.columns))

@@ -40,14 +40,14 @@ def emit_panels(module: Module, a: Product, name: str, parallel: bool, body: Pan
     f = Fn(module, name, "i64", ["ptr", "i64"], linkage="dso_local")
     block, threads = f.args
     size = sizes(f, a, block)
-    rows = body.item_rows(f, size, threads)
-    items = f.mul(body.count(f, size), ceil_div(f, size["m"], rows))
+    rows, panels = body.of_item(f, size, threads)
+    items = f.mul(ceil_div(f, body.count(f, size), panels), ceil_div(f, size["m"], rows))
     columns = f.mul(size["n"], size["groups"]) if "groups" in size else size["n"]
     work = f.mul(f.mul(size["m"], columns), f.add(f.bin("sdiv", size["k"], i64(body.products_per_unit)), i64(2)))
     team = least(f, least(f, items, threads), f.add(f.bin("sdiv", work, i64(LOOPS.grain)), i64(1)))
     shared = f.let("ptr", 1, f"alloca i64, {f.mul(team, i64(APART))}, align 64")
     each(f, i64(0), team, 1, lambda t: f.raw(f"store i64 0, {f.gep('i64', shared, f.mul(t, i64(APART)))}"))
-    for at, number in enumerate((team, rows), 1):
+    for at, number in enumerate((team, rows, panels), 1):
         f.raw(f"store {number}, {f.gep('i64', shared, i64(at))}")
     start(f, name, block, team, shared, team if parallel else None)
     f.raw("ret i64 0")
@@ -61,7 +61,7 @@ def sizes(f: Fn, a: Product, block: V) -> dict[str, V]:
 
 class Panels(abc.ABC):
     """`void body(ptr block, i64 lo, i64 hi, ptr shared)`: a thread, number `lo`. `shared` holds for each thread, APART words apart,
-    how many items of its share are taken, and behind the first count the number of threads and the rows of an item."""
+    how many items of its share are taken, and behind the first count the number of threads, and the rows and panels of an item."""
 
     columns: int
     rows: int
@@ -70,6 +70,7 @@ class Panels(abc.ABC):
     """Rows of a work item."""
     held: int
     """Rows whose sums are in memory."""
+    held_panels = 1
     dtype: str
     products_per_unit: int
     """Products that take as long as one element of a loop kernel."""
@@ -78,7 +79,7 @@ class Panels(abc.ABC):
         self.a = a
         self.f = f = Fn(module, name, "void", ["ptr", "i64", "i64", "ptr"])
         self.w = min(module.target.vector_bytes // 4, 16)
-        self.sums = f.alloca("float", self.held * self.columns)
+        self.sums = f.alloca("float", self.held_panels * self.held * self.columns)
         """Of a block or more, row after row."""
         block, names = f.args[0], [b.name for b in a.buffers]
         self.base = {name: f.conv("inttoptr", word(f, block, at), "ptr") for at, name in enumerate(names)}
@@ -100,9 +101,9 @@ class Panels(abc.ABC):
         """Return the number of panels."""
         return ceil_div(f, size["n"], i64(self.columns))
 
-    def item_rows(self, f: Fn, size: Mapping[str, V], threads: V) -> V:
-        """Return the rows of a work item, a multiple of those of a block."""
-        return i64(self.chunk)
+    def of_item(self, f: Fn, size: Mapping[str, V], threads: V) -> tuple[V, V]:
+        """Return the rows of a work item, a multiple of those of a block, and its panels."""
+        return i64(self.chunk), i64(1)
 
     def place(self, panel: V) -> tuple[V, V, V]:
         """Return where the columns of a panel begin, how many are left from there on, and how far rows of the result are apart."""
@@ -119,9 +120,10 @@ class Panels(abc.ABC):
     def write(self) -> None:
         f = self.f
         self.bytes = self.panel_bytes()
-        team, self.of_item = word(f, f.args[3], 1), word(f, f.args[3], 2)
+        team, self.item_rows, self.item_panels = (word(f, f.args[3], at) for at in (1, 2, 3))
         self.panels = self.count(f, self.size)
-        items = f.mul(self.panels, ceil_div(f, self.size["m"], self.of_item))
+        self.strips = ceil_div(f, self.panels, self.item_panels)
+        items = f.mul(self.strips, ceil_div(f, self.size["m"], self.item_rows))
 
         def of_thread(t: V) -> None:
             whose = f.bin("srem", f.add(f.args[1], t), team)
@@ -133,16 +135,17 @@ class Panels(abc.ABC):
         f.finish()
 
     def _item(self, first: V, number: V, following: V) -> None:
-        """Compute a panel for the rows of a chunk."""
+        """Compute panels for the rows of a chunk."""
         f, size = self.f, self.size
         item = f.add(first, number)
-        panel, row = f.bin("srem", item, self.panels), f.mul(f.bin("sdiv", item, self.panels), self.of_item)
-        weights, ahead = (self._weights(p) for p in (panel, f.bin("srem", f.add(first, following), self.panels)))
-        self.blocks(row, least(f, f.bin("sub", size["m"], row), self.of_item), panel, weights, ahead)
+        strip, row = f.bin("srem", item, self.strips), f.mul(f.bin("sdiv", item, self.strips), self.item_rows)
+        panel, then = (f.mul(n, self.item_panels) for n in (strip, f.bin("srem", f.add(first, following), self.strips)))
+        self.blocks(row, least(f, f.bin("sub", size["m"], row), self.item_rows), panel, then)
 
-    def blocks(self, row: V, count: V, panel: V, weights: V, ahead: V) -> None:
-        """Compute `count` rows from one on."""
+    def blocks(self, row: V, count: V, panel: V, then: V) -> None:
+        """Compute `count` rows from one on of the panels from one on; those of the next item begin with `then`."""
         f = self.f
+        weights, ahead = self.weights(panel), self.weights(then)
         last = f.bin("sub", self.size["m"], i64(self.rows))
 
         def block(at: V) -> None:
@@ -152,7 +155,7 @@ class Panels(abc.ABC):
 
         each(f, i64(0), count, self.rows, block)
 
-    def _weights(self, panel: V) -> V:
+    def weights(self, panel: V) -> V:
         return self.f.gep("i8", self.base["weight"], self.f.mul(panel, self.bytes))
 
     def fetch(self, p: V, lines: int) -> None:

@@ -17,7 +17,7 @@ from fusewright_cpu.onednn.conv import depthwise
 
 def lowered(graph: RegionGraph, rows: Mapping[str, Sequence[Row]], ctx: CompileContext, owner: FusedBackend) -> Fragment:
     """Lower a region. `rows` are grouped by the op at their root."""
-    builder = Builder(graph, ctx, owner=owner, built=owner.built)
+    builder = Builder(graph, ctx, owner=owner, built=owner.built, row_major_norms=graph.phase == "infer")
 
     def ask(op: OpView) -> Claim | None:
         return first(rows.get(op.op, ()), op, graph, builder, ctx.rules)

@@ -28,6 +28,8 @@ from fusewright_cpu.onednn.patterns import POST_OPS, folds_batch_norm, is_packed
 from fusewright_cpu.run.sources import hash_of
 from fusewright_cpu.target import CpuTarget, host_target
 
+FEW_OF_LARGE = 2
+"""The most pixels that a weight out of the caches is read for without packing: with more, oneDNN's products may be faster."""
 LEAST = 8
 """The least channels of a group: below, oneDNN's kernels, which take several pixels of a row as one run, are faster."""
 
@@ -186,7 +188,9 @@ def _few(m: Match, b: Builder) -> bool:
     op = m.anchor
     if not _fixed(op, b) or op.arg("groups") != 1 or not _is_product(op, None):
         return False
-    return _gemv(m) is not None and _pixels(op) <= MOST_GEMV_ROWS
+    n, k = _shape(op.arg("weight"))[:2]
+    few = _pixels(op) <= (MOST_GEMV_ROWS if n * k < choices.FITTED.gemv_weight else FEW_OF_LARGE)
+    return few and _gemv(m) is not None
 
 
 def _pixels(op: OpView) -> int:
