@@ -114,7 +114,8 @@ def _is_product(op: OpView, x: TensorSpec | None) -> bool:
 def _sizes(m: Match, x: TensorSpec) -> tuple[int, ...]:
     """Return the kernel's sizes for an image."""
     op = m.anchor
-    (channels, of_group, ky, kx), groups = _shape(op.arg("weight")), op.arg("groups")
+    (channels, _, ky, kx), groups = _shape(op.arg("weight")), op.arg("groups")
+    of_group = hint(x.shape[1]) // groups
     batch, _, oh, ow = _shape(op.out)
     window = (ky, kx, *_pair(op, "stride"), *_pair(op, "dilation"), *_pair(op, "padding"))
     steps = (hint(x.stride[at]) for at in (0, 2, 3))
@@ -134,11 +135,22 @@ def _pays(m: Match, b: Builder) -> bool:
     assert kernel is not None
     if kernel.pointwise and op.arg("groups") == 1 and pointwise.covers(_spec(op.arg("input"))):
         return False  # it was slower
+    channels, of_group, *window = _shape(op.arg("weight"))
+    of_group = _like(of_group)
+    shape = (shape[0], of_group * op.arg("groups"), *shape[2:])
     x = TensorSpec(shape, channels_last_strides(shape), torch.float32)
     apart = unary is not None and not (POST_OPS[unary.op].exact or b.ctx.options["finite_math"])
     geometry = tuple(list(_pair(op, name)) for name in ("padding", "stride", "dilation"))
-    conv = choices.Convolution(shape, _shape(op.arg("weight")), geometry, op.arg("groups"), sums.parts_of(op), apart)
+    parts = min(of_group, 1 << (sums.parts_of(op) - 1).bit_length())
+    conv = choices.Convolution(shape, (channels, of_group, *window), geometry, op.arg("groups"), parts, apart)
     return choices.conv_form(b.ctx, kernel, conv, _sizes(m, x), pointwise.after(m)[1], b.built) == own.FORM
+
+
+def _like(channels: int) -> int:
+    """Return a number of channels that behaves alike, of few: a power of two, or one and a half. Each layer of a DenseNet has
+    another number."""
+    power = 1 << (channels.bit_length() - 1)
+    return next(n for n in (power, power * 3 // 2, power * 2) if channels <= n)
 
 
 def _write(m: Match, b: Builder) -> None:
