@@ -24,6 +24,7 @@ DEVICES = r"cpus?|gpus?|num_threads"
 
 ALLOWED: dict[str, tuple[str, str]] = {
     "_torch_compat.py": ("cpu cublas cuda hipblas mkl mkldnn onednn cudnn", "torch's own names"),
+    "bench/contenders.py": ("num_threads", "torch's setting, which another runtime is given"),
     "bench/child.py": ("num_threads openmp", "torch's setting, on which a figure depends"),
     "bench/load.py": ("cpu", "lines of the kernel's account of who runs"),
     "bench/measure.py": ("triton", "the environment that another compiler's cache is found by"),

@@ -120,7 +120,7 @@ def test_the_host_asks_for_no_compiler_and_for_nothing_of_a_vendor() -> None:
     project = _project("common")
     asked = [*project["dependencies"], *(d for more in project["optional-dependencies"].values() for d in more)]
     names = {d.partition("[")[0].partition(">")[0].strip() for d in asked}
-    tools = {"click", "rich", "transformers", "psutil", "pytest", "expecttest"}
+    tools = {"click", "rich", "transformers", "psutil", "pytest", "expecttest", "onnxruntime", "onnxscript"}
     assert names == {"torch", "numpy", "filelock", "platformdirs", "fusewright", *tools}
 
 
