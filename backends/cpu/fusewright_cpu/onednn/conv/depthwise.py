@@ -65,7 +65,7 @@ CONV = chain(
 )
 
 
-def _pair(op: OpView, name: str) -> tuple[int, int]:
+def pair(op: OpView, name: str) -> tuple[int, int]:
     """Return a geometry argument for height and width; a list of one number counts for both."""
     given = op.arg(name)
     return (given[0], given[-1])
@@ -121,14 +121,14 @@ def _kernel(m: Match, target: CpuTarget) -> Depthwise:
     most = 8 if target.registers == 32 else 4
     columns = min(range(most, most // 2, -1), key=lambda n: (width % n, -n))
     part = channels % (target.vector_bytes // 4) != 0
-    return Depthwise(from_torch(_spec(op.out).dtype), (ky, kx), _pair(op, "stride"), columns, before, after, part)
+    return Depthwise(from_torch(_spec(op.out).dtype), (ky, kx), pair(op, "stride"), columns, before, after, part)
 
 
 def _geometry(m: Match, x: TensorSpec) -> tuple[int, ...]:
     """Return the kernel's sizes for an image `x`."""
     op, pad = m.anchor, m.get("pad")
     around = (*(() if pad is None else pad.arg("pad")), 0, 0, 0)
-    above, left = _pair(op, "padding")
+    above, left = pair(op, "padding")
     first = (around[2] + above, around[0] + left)
     steps = (x.stride[0], *x.stride[2:])
     return cast(tuple[int, ...], (*x.shape, *_sizes(op.out)[2:], *first, *steps))
@@ -149,7 +149,7 @@ def _pays(m: Match, b: Builder) -> bool:
     shape = _sizes(_image(m))
     x = TensorSpec(shape, channels_last_strides(shape), _spec(_image(m)).dtype)
     kernel, sizes = _kernel(m, host_target()), _geometry(m, x)
-    return choices.depthwise_form(b.ctx, kernel, sizes, _pair(m.anchor, "padding"), _both_limits(m), b.built) == "kernel"
+    return choices.depthwise_form(b.ctx, kernel, sizes, pair(m.anchor, "padding"), _both_limits(m), b.built) == "kernel"
 
 
 def _rides(activation: OpView | None, b: Builder) -> bool:

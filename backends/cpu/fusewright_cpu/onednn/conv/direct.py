@@ -23,6 +23,8 @@ from fusewright_cpu.kernels import direct_conv
 from fusewright_cpu.kernels.by_hand import MOST_GEMV_ROWS, DirectConv, Gemv
 from fusewright_cpu.onednn import choices, own, sums
 from fusewright_cpu.onednn.conv import pointwise
+from fusewright_cpu.onednn.conv.depthwise import pair
+from fusewright_cpu.onednn.conv.pointwise import spec_of
 from fusewright_cpu.onednn.folding import folded
 from fusewright_cpu.onednn.patterns import POST_OPS, folds_batch_norm, is_packed, other_of
 from fusewright_cpu.run.sources import hash_of
@@ -61,18 +63,13 @@ def tile_of(pixels: int, channels: int, target: CpuTarget) -> Tile | None:
     return min((t for t in TILES.get(target.vector_bytes, ()) if t.rows <= pixels), key=work, default=None)
 
 
-def _spec(value: Any) -> TensorSpec:
-    assert isinstance(value, Value) and value.spec is not None
-    return value.spec
-
-
 def _shape(value: Any) -> tuple[int, ...]:
-    return tuple(hint(size) for size in _spec(value).shape)
+    return tuple(hint(size) for size in spec_of(value).shape)
 
 
 def _fixed(op: OpView, b: Builder) -> bool:
     """Match a convolution of images of fixed size with constant weights, all of one type."""
-    x, weight, out = _spec(op.arg("input")), _spec(op.arg("weight")), _spec(op.out)
+    x, weight, out = spec_of(op.arg("input")), spec_of(op.arg("weight")), spec_of(op.out)
     if x.rank != 4 or not (x.static and weight.static) or 0 in x.shape or 0 in out.shape:
         return False
     typed = all(v.spec is not None and v.spec.dtype == x.dtype for v in op.inputs())
@@ -81,7 +78,7 @@ def _fixed(op: OpView, b: Builder) -> bool:
 
 def _fits(m: Match, b: Builder) -> bool:
     op = m.anchor
-    if not _fixed(op, b) or _spec(op.out).dtype is not torch.float32 or b.is_const(op.arg("input")):
+    if not _fixed(op, b) or spec_of(op.out).dtype is not torch.float32 or b.is_const(op.arg("input")):
         return False
     kernel = _kernel(m)
     return _shape(op.arg("weight"))[1] >= LEAST and kernel is not None and not kernel.refused(host_target())
@@ -101,7 +98,7 @@ def _kernel(m: Match, x: TensorSpec | None = None) -> DirectConv | None:
 
 def _is_product(op: OpView, x: TensorSpec | None) -> bool:
     """Whether each pixel is multiplied alone, and pixels of the image are equally far apart."""
-    one = all(set(sizes) == {1} for sizes in (_spec(op.arg("weight")).shape[2:], op.arg("stride")))
+    one = all(set(sizes) == {1} for sizes in (spec_of(op.arg("weight")).shape[2:], op.arg("stride")))
     if not one or set(op.arg("padding")) != {0}:
         return False
     if x is None:
@@ -117,30 +114,24 @@ def _sizes(m: Match, x: TensorSpec) -> tuple[int, ...]:
     (channels, _, ky, kx), groups = _shape(op.arg("weight")), op.arg("groups")
     of_group = hint(x.shape[1]) // groups
     batch, _, oh, ow = _shape(op.out)
-    window = (ky, kx, *_pair(op, "stride"), *_pair(op, "dilation"), *_pair(op, "padding"))
+    window = (ky, kx, *pair(op, "stride"), *pair(op, "dilation"), *pair(op, "padding"))
     steps = (hint(x.stride[at]) for at in (0, 2, 3))
     image = (hint(n) for n in x.shape[2:])
     return (batch * oh * ow, channels // groups, of_group * ky * kx, groups, of_group, *image, oh, ow, *window, *steps)
-
-
-def _pair(op: OpView, name: str) -> tuple[int, int]:
-    """Return a geometry argument for height and width; a list of one number counts for both."""
-    given = op.arg(name)
-    return given[0], given[-1]
 
 
 def _pays(m: Match, b: Builder) -> bool:
     op, shape = m.anchor, _shape(m.anchor.arg("input"))
     kernel, unary = _kernel(m), m.get("unary")
     assert kernel is not None
-    if kernel.pointwise and op.arg("groups") == 1 and pointwise.covers(_spec(op.arg("input"))):
+    if kernel.pointwise and op.arg("groups") == 1 and pointwise.covers(spec_of(op.arg("input"))):
         return False  # it was slower
     channels, of_group, *window = _shape(op.arg("weight"))
     of_group = _like(of_group)
     shape = (shape[0], of_group * op.arg("groups"), *shape[2:])
     x = TensorSpec(shape, channels_last_strides(shape), torch.float32)
     apart = unary is not None and not (POST_OPS[unary.op].exact or b.ctx.options["finite_math"])
-    geometry = tuple(list(_pair(op, name)) for name in ("padding", "stride", "dilation"))
+    geometry = tuple(list(pair(op, name)) for name in ("padding", "stride", "dilation"))
     parts = min(of_group, 1 << (sums.parts_of(op) - 1).bit_length())
     conv = choices.Convolution(shape, (channels, of_group, *window), geometry, op.arg("groups"), parts, apart)
     return choices.conv_form(b.ctx, kernel, conv, _sizes(m, x), pointwise.after(m)[1], b.built) == own.FORM
@@ -206,12 +197,12 @@ def _few(m: Match, b: Builder) -> bool:
 
 
 def _pixels(op: OpView) -> int:
-    x = _spec(op.arg("input"))
+    x = spec_of(op.arg("input"))
     return x.numel_hint() // hint(x.shape[1])
 
 
 def _gemv(m: Match) -> Gemv | None:
-    op, dtype = m.anchor, from_torch(_spec(m.anchor.arg("input")).dtype)
+    op, dtype = m.anchor, from_torch(spec_of(m.anchor.arg("input")).dtype)
     biased = op.arg("bias") is not None or m.get("batch_norm") is not None
     kernel = Gemv(_pixels(op), dtype, dtype, "f32" if biased else "")
     return None if kernel.refused(host_target()) else kernel

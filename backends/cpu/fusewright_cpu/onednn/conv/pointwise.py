@@ -37,7 +37,7 @@ def conv_chain(id: str) -> Chain:
     )
 
 
-def _spec(value: Any) -> TensorSpec:
+def spec_of(value: Any) -> TensorSpec:
     assert isinstance(value, Value) and value.spec is not None
     return value.spec
 
@@ -45,7 +45,7 @@ def _spec(value: Any) -> TensorSpec:
 def _fits(m: Match, b: Builder) -> bool:
     """Match a convolution of images of fixed size whose pixels do not mix."""
     op = m.anchor
-    x, weight = _spec(op.arg("input")), _spec(op.arg("weight"))
+    x, weight = spec_of(op.arg("input")), spec_of(op.arg("weight"))
     if x.rank != 4 or not (x.static and weight.static) or not is_packed(op, b) or b.ctx.options["prepack"] != "auto":
         return False
     one = all(set(sizes) == {1} for sizes in (weight.shape[2:], op.arg("stride"), (op.arg("groups"),)))
@@ -71,7 +71,7 @@ def after(m: Match) -> tuple[str, tuple[float, ...]]:
 
 
 def _pays(m: Match, b: Builder) -> bool:
-    x, out = _spec(m.anchor.arg("input")), _spec(m.anchor.out)
+    x, out = spec_of(m.anchor.arg("input")), spec_of(m.anchor.out)
     name, scalars = after(m)
     kernel = own.kernel_of(x.dtype, True, m.get("add") is not None, name)
     unary = m.get("unary")
@@ -84,10 +84,10 @@ def _write(m: Match, b: Builder) -> None:
     op = m.anchor
     weight, bias = folded(m, b)
     x, other = channels_last(op.arg("input"), b), other_of(m)
-    given = _spec(op.arg("weight")).shape
+    given = spec_of(op.arg("weight")).shape
     n, k = hint(given[0]), hint(given[1])
     rows = b.prepare("aten::reshape.default", weight, (n, k))
-    out = b.with_layout(m.out, _strides(_spec(m.out).shape))
+    out = b.with_layout(m.out, _strides(spec_of(m.out).shape))
     own.launch(
         x, rows, bias, None if other is None else channels_last(other, b), after(m), (_rows(b.spec(x)), n, k, k), out, op, b
     )
