@@ -32,7 +32,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("toolkit.transform", "toolkit.rules", "ops"),
         ("toolkit.lower", "graph"),
         ("capture", "plan", "cache"),
-        ("partition", "strict", "toolkit.fuse", "plan.execute"),
+        ("partition", "strict", "toolkit.fuse", "plan.execute", "plan.replay"),
         ("rewrite", "toolkit.region"),
         ("toolkit.backend", "forms.passes"),
         ("stages",),

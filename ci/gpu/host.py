@@ -26,7 +26,7 @@ from fusewright.bench.cases import resolve
 from fusewright.bench.cases.decoding import build_decoding
 from fusewright.bench.device import Clock
 from fusewright.plan import native
-from fusewright.plan.execute.replay import Replayed
+from fusewright.plan.replay.inference import Replayed
 from fusewright_triton.run.launch import GpuLauncher
 
 CALLS = 60

@@ -1,19 +1,24 @@
 """Check models sharded between two GPUs: correct results, times of eager, Inductor and ours, and a hundred calls without a hang.
 
-    python -m ci.gpu.parallel [--ways decode,ddp] [--calls 100] [--limit 240] [--json out.json]
+    python -m ci.gpu.parallel [--ways decode,ddp] [--calls 100] [--limit 240] [--profile FOLDER] [--json out.json]
 
 A Llama of eight layers (2048 wide, 16 heads): inference of one token per sequence (decode) and of whole sequences (prefill) and a
 training step (train) with DTensor's tensor parallelism, and training steps with FSDP2 and DDP. Each way is a process group; all
 compile concurrently, then they are timed one after another. A hang is ended after --limit seconds and reported. The table comes
-last; exit code 1 if a way is wrong, hung or failed.
+last; exit code 1 if a way is wrong, hung or failed. `--profile` keeps a text for each way: kernels, and functions of the
+host.
 """
 
 from __future__ import annotations
 
 import argparse
+import cProfile
 import fcntl
+import io
 import json
 import os
+import pstats
+import shutil
 import statistics
 import subprocess
 import sys
@@ -30,13 +35,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
+
+from ci.gpu.profile_case import covered, on_device, table
+from fusewright import report
 
 WAYS = ("decode", "prefill", "train", "fsdp2", "ddp")
 BACKENDS = ("eager", "inductor", "nvidia_triton")
 ROWS = {"decode": (8, 1), "prefill": (4, 512), "train": (4, 512), "fsdp2": (4, 512), "ddp": (4, 512)}
 """Number of sequences and their length, per rank."""
 BF16 = torch.bfloat16
-RANKS, WARM, CHUNK = 2, 5, 10
+RANKS, PROFILED, HOST_LINES = 2, 3, 30
+WARM, CHUNK = 12, 10
 NEAR = 0.03
 """Tolerance of a loss or of bf16 results, relative to eager's."""
 
@@ -46,6 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--ways", default=",".join(WAYS))
     parser.add_argument("--calls", type=int, default=100, help="timed, of each backend")
     parser.add_argument("--limit", type=float, default=240, help="seconds after which a way counts as hung")
+    parser.add_argument("--profile", type=Path, help="a folder for the texts")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     given = parser.parse_args(argv)
@@ -53,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given.rank is not None:
         _rank(int(given.rank), ways[0], given.calls, Path(os.environ["MEETING"]))
         return 0
-    rows = _run(ways, given.calls, given.limit)
+    rows = _run(ways, given.calls, given.limit, given.profile)
     if given.json:
         command = " ".join(["python -m ci.gpu.parallel", *sys.argv[1:]])
         given.json.write_text(json.dumps({"command": command, "rows": rows}, indent=1))
@@ -70,7 +81,10 @@ def _line(way: str, row: dict[str, Any]) -> str:
     return f"{way:8s} {eager:11.2f} ms {inductor:11.2f} ms {ours:11.2f} ms  {inductor / ours:.2f}x, {eager / ours:.2f}x"
 
 
-def _run(ways: Sequence[str], calls: int, limit: float) -> dict[str, dict[str, Any]]:
+def _run(ways: Sequence[str], calls: int, limit: float, profiles: Path | None) -> dict[str, dict[str, Any]]:
+    if profiles:
+        profiles.mkdir(parents=True, exist_ok=True)
+        os.environ["PROFILES"] = str(profiles.absolute())
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         children = {(way, rank): _start(way, rank, calls, Path(folder), len(ways)) for way in ways for rank in range(RANKS)}
         end = time.monotonic() + limit
@@ -79,6 +93,8 @@ def _run(ways: Sequence[str], calls: int, limit: float) -> dict[str, dict[str, A
                 child.wait(max(0.1, end - time.monotonic()))
             except subprocess.TimeoutExpired:
                 child.kill()
+        for log in Path(folder).glob("*0.log") if profiles else ():
+            shutil.copy(log, profiles or "")
         return {way: _outcome(way, [children[way, r].wait() for r in range(RANKS)], Path(folder)) for way in ways}
 
 
@@ -111,12 +127,13 @@ def _rank(rank: int, way: str, calls: int, folder: Path) -> None:
     steps = {backend: _step(way, model, backend, x) for backend in BACKENDS}
     results = {}
     for backend, step in steps.items():
-        for _ in range(WARM):
-            results[backend] = step()
-        print(backend, "compiled", time.monotonic(), flush=True)
+        with report.recording() as reports:
+            for _ in range(WARM):
+                results[backend] = step()
+        print(backend, "compiled", time.monotonic(), *(f"\n{r.phase}: {r.replay}" for r in reports), flush=True)
     off = {b: abs(r - results["eager"]).max().item() / abs(results["eager"]).max().item() for b, r in results.items()}
     _await_others(folder, way, rank)
-    ms = _timed(steps, calls, rank, folder)
+    ms = _timed(way, steps, calls, rank, folder)
     right = off[BACKENDS[-1]] <= NEAR
     if rank == 0:
         row = {"outcome": "right" if right else "wrong", "ms": ms, "off": off, "calls": calls}
@@ -178,12 +195,14 @@ def _await_others(folder: Path, way: str, rank: int) -> None:
         time.sleep(0.2)
 
 
-def _timed(steps: dict[str, Callable[[], Tensor]], calls: int, rank: int, folder: Path) -> dict[str, float]:
+def _timed(way: str, steps: dict[str, Callable[[], Tensor]], calls: int, rank: int, folder: Path) -> dict[str, float]:
     """Return the median milliseconds per call, timed in alternating chunks while no other group runs."""
     with (folder / "lock").open("w") as lock:
         if rank == 0:
             fcntl.flock(lock, fcntl.LOCK_EX)
-        dist.barrier()
+            (folder / f"{way}.turn").touch()
+        while not (folder / f"{way}.turn").exists():  # a barrier of NCCL's would spin on the GPU on which others are timed
+            time.sleep(0.01)
         found: dict[str, list[float]] = {backend: [] for backend in steps}
         for _ in range(-(-calls // CHUNK)):
             for backend, step in steps.items():
@@ -194,8 +213,52 @@ def _timed(steps: dict[str, Callable[[], Tensor]], calls: int, rank: int, folder
                     step()
                 torch.cuda.synchronize()
                 found[backend].append((time.perf_counter() - start) * 1000 / CHUNK)
+        if folder_of_profiles := os.environ.get("PROFILES"):
+            _profile(steps, rank, Path(folder_of_profiles) / f"{way}.txt")
         dist.barrier()
     return {backend: round(statistics.median(times), 3) for backend, times in found.items()}
+
+
+def _profile(steps: dict[str, Callable[[], Tensor]], rank: int, text: Path) -> None:
+    """Write what each backend's kernels and collectives take on rank 0, and the host's time until a step returns."""
+    lines = []
+    for backend, step in steps.items():
+        torch.cuda.synchronize()
+        dist.barrier()
+        start = time.perf_counter()
+        step()
+        host = time.perf_counter() - start
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CUDA]) as found:
+            for _ in range(PROFILED):
+                step()
+            torch.cuda.synchronize()
+        events = on_device(found, on_host=False)
+        collectives = [e for e in events if e[0].startswith("nccl")]
+        kernels = [e for e in events if not e[0].startswith("nccl")]
+        either, of_kernels, of_collectives = (
+            covered((start, end) for _, start, end in part) / PROFILED / 1e3 for part in (events, kernels, collectives)
+        )
+        lines.append(
+            f"-- {backend}: busy {either:.1f} ms a step, with kernels {of_kernels:.1f}, with collectives {of_collectives:.1f}; "
+            f"host {host * 1e3:.1f} ms, {len(events) / PROFILED:.0f} kernels"
+        )
+        lines += [*table(events, PROFILED), *_host(step)]
+    if rank == 0:
+        text.write_text("\n".join(lines) + "\n")
+
+
+def _host(step: Callable[[], Tensor]) -> list[str]:
+    """Return lines for the functions of the host that take longest."""
+    profiler = cProfile.Profile()
+    profiler.enable()
+    for _ in range(PROFILED):
+        step()
+    profiler.disable()
+    torch.cuda.synchronize()
+    text = io.StringIO()
+    pstats.Stats(profiler, stream=text).sort_stats("tottime").print_stats(HOST_LINES)
+    return [f"   {line}" for line in text.getvalue().splitlines() if line.strip()]
 
 
 if __name__ == "__main__":

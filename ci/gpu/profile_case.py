@@ -34,7 +34,7 @@ from fusewright.bench.device import Clock
 from fusewright.bench.suite import DType, TrainStep, flatten_outputs
 from fusewright.errors import in_brief
 from fusewright.interface import HOST
-from fusewright.plan.execute.recording import Recorded
+from fusewright.plan.replay.recording import Recorded
 
 WARM, ROUNDS, QUEUED, PROFILED = 5, 3, 5, 3
 """Calls before the timing, rounds of timed calls, calls in a row without a wait, and calls under the profiler."""
@@ -287,14 +287,14 @@ class Case:
         activity = ProfilerActivity.CPU if on_host else ProfilerActivity.CUDA
         calls = self._few(PROFILED)
         for name in [n for n in self.calls if n != EAGER.name]:
-            row, events = self.rows[name], _on_device(self._profiled(self.calls[name], [activity]), on_host)
+            row, events = self.rows[name], on_device(self._profiled(self.calls[name], [activity]), on_host)
             total = sum(end - start for _, start, end in events)
             row.kernels, row.kernels_ms = round(len(events) / calls), round(total / calls / 1e3, 3)
             row.busy_ms = round(covered((start, end) for _, start, end in events) / calls / 1e3, 3)
             self.lines.append(
                 f"-- {name}: {row.kernels} kernels a call, sum {row.kernels_ms} ms, busy {row.busy_ms} ms, wall {row.ms} ms"
             )
-            self.lines += _table(events, calls)
+            self.lines += table(events, calls)
 
     def _profile_by_instruction(self) -> None:
         """Profile the plain plans, which have a range for each instruction."""
@@ -330,7 +330,7 @@ def _recorded() -> Iterator[Recorded[Any]]:
             yield found
 
 
-def _on_device(prof: profile, on_host: bool) -> list[tuple[str, float, float]]:
+def on_device(prof: profile, on_host: bool) -> list[tuple[str, float, float]]:
     """Return the kernels of a profile with their start and end in us; on a host, what no other op called."""
     found = []
     for e in prof.events() or ():
@@ -349,7 +349,7 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
     return total
 
 
-def _table(events: Sequence[tuple[str, float, float]], calls: int) -> list[str]:
+def table(events: Sequence[tuple[str, float, float]], calls: int) -> list[str]:
     sums: Counter[str] = Counter()
     for name, start, end in events:
         sums[name] += end - start  # type: ignore[assignment]

@@ -12,13 +12,13 @@ from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar, Literal, Protocol, TypeAlias
+from typing import Any, ClassVar, Literal, Protocol, TypeAlias, runtime_checkable
 
 import torch
 
 from fusewright.sizes.expr import SizeExpr, symbol
 
-INTERFACE: tuple[int, int] = (1, 7)
+INTERFACE: tuple[int, int] = (1, 8)
 """(major, minor) of this interface. Minor versions only add members with defaults."""
 
 OPSET = 1
@@ -378,10 +378,11 @@ class Recorder(Protocol):
         ...
 
     def record(
-        self, run: Callable[[], Sequence[torch.Tensor]], warm: bool, shared: bool = True
+        self, run: Callable[[], Sequence[torch.Tensor]], warm: bool, shared: Any = True
     ) -> tuple[Sequence[torch.Tensor], Callable[[], None]]:
         """Record `run`. Return its results and a function that replays it and refills those results. `warm`: run it once
-        before. `shared`: other recordings of this stream may use its memory once the work queued behind a replay is done.
+        before. `shared`: other recordings of this stream may use its memory once the work queued behind a replay is done; or
+        what `pool` returned, if the recorder has it (see `PoolingRecorder`).
 
         Raises `RuntimeError` (and leaves nothing behind) when something in `run` cannot be recorded.
         """
@@ -389,6 +390,15 @@ class Recorder(Protocol):
 
     def seconds(self, run: Callable[[], Any]) -> float:
         """Return the device time of one call, from a short measurement."""
+        ...
+
+
+@runtime_checkable
+class PoolingRecorder(Recorder, Protocol):
+    """A recorder of plans that communicate, whose pieces between collectives are recorded one by one. Since interface 1.8."""
+
+    def pool(self) -> Any:
+        """Return memory for recordings that run in the order in which they were made, to be given to `record` as `shared`."""
         ...
 
 

@@ -20,8 +20,8 @@ from fusewright.interface import Backend, Phase
 from fusewright.plan import build as plan_build
 from fusewright.plan import labels
 from fusewright.plan.execute import cached, compared
-from fusewright.plan.execute.retained import Handover
 from fusewright.plan.ir import Run
+from fusewright.plan.replay.training import Handover
 from fusewright.report import GraphReport, is_keeping, is_recording, warn_once
 from fusewright.stages.compilation import Compilation
 from fusewright.stages.running import from_disk

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.unit.plan.execute.test_replay import Recorder
-from tests.unit.plan.execute.test_replay import compiled as recorded
+from tests.unit.plan.replay.test_inference import Recorder
+from tests.unit.plan.replay.test_inference import compiled as recorded
 
 Function = Callable[[Tensor], Tensor]
 QUIET: dict[str, Any] = {"cache": False, "fallback": "allow"}

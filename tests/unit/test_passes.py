@@ -17,9 +17,10 @@ from fusewright.forms.spec import Pass, Spec
 from fusewright.interface import Fragment, Region, RuleLog, TensorSpec
 from fusewright.partition.partition import Partition
 from fusewright.plan.build import Plan
-from fusewright.plan.execute.replay import Parts
 from fusewright.plan.ir import Call, Ref
 from fusewright.plan.memory import Placement
+from fusewright.plan.replay.inference import Parts
+from fusewright.plan.replay.pieces import Piece
 from fusewright.toolkit.ir import Builder, Kernel, Scalar
 from fusewright.toolkit.ir.symbols import Step
 from fusewright.toolkit.region.graph import RegionGraph
@@ -104,6 +105,11 @@ def _(parts: Parts) -> Parts:
 
 
 @broken.register
+def _(piece: Piece) -> Piece:
+    return replace(piece, plan=broken(piece.plan))
+
+
+@broken.register
 def _(placement: Placement) -> Placement:
     return replace(placement, arena_bytes=-1)
 
@@ -180,6 +186,7 @@ EXAMPLES: dict[str, Callable[[], tuple[Any, ...]]] = {
     "split_columns": lambda: (norm(),),
     "split_scan": lambda: (counted(),),
     "division for replay": lambda: (divided(), {}),
+    "pieces between collectives": lambda: (divided(), {}),
 }
 """Arguments for passes that verify themselves; the others run when a model is compiled."""
 

@@ -21,8 +21,8 @@ from fusewright.errors import ArtifactError, FusewrightError, printable
 from fusewright.interface import Backend
 from fusewright.plan import serial, verify, vocabulary
 from fusewright.plan.execute import codegen
-from fusewright.plan.execute.replay import replayed
 from fusewright.plan.ir import Run
+from fusewright.plan.replay.inference import replayed
 
 log = logging.getLogger("fusewright")
 

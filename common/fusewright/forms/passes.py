@@ -26,8 +26,9 @@ from fusewright.graph.verify import GRAPH
 from fusewright.interface import Backend, CompileContext, Compiled, Fragment, Region, RuleLog, TensorSpec
 from fusewright.partition.partition import partition
 from fusewright.plan.build import build
-from fusewright.plan.execute.replay import DIVIDE
-from fusewright.plan.inplace import copied_together, updated_in_place, without_spare_copies
+from fusewright.plan.inplace import copied_together, reduced_in_place, updated_in_place, without_spare_copies
+from fusewright.plan.replay.inference import DIVIDE
+from fusewright.plan.replay.pieces import PIECES
 from fusewright.plan.verify import FRAGMENT, PLACE, PLAN, Answer
 from fusewright.rewrite import expand, widen
 from fusewright.rewrite.engine import Rewriter
@@ -68,6 +69,7 @@ COMPILE = Pass("compile", "region", FRAGMENT, _compiled, _answers)
 BUILD = Pass("build", "fragment", PLAN, build)
 UPDATE = Pass("updated_in_place", "plan", PLAN, updated_in_place)
 SPARE = Pass("without_spare_copies", "plan", PLAN, without_spare_copies)
+REDUCE = Pass("reduced_in_place", "plan", PLAN, reduced_in_place)
 JOIN = Pass("copied_together", "plan", PLAN, copied_together)
 
 PASSES: tuple[tuple[str, str, tuple[Pass[Any, Any], ...]], ...] = (
@@ -79,8 +81,8 @@ PASSES: tuple[tuple[str, str, tuple[Pass[Any, Any], ...]], ...] = (
     ("region", "fragment", (COMPILE,)),
     ("values", "kernel", (scheduled,)),
     ("kernel", "kernel", (simplify_axes, in_order, close, with_buffers, without_moments, split_rows, split_columns, split_scan)),
-    # one flat list; in-place updates, spared and merged copies; the recorded part; placement of temporaries
+    # one flat list; in-place updates, spared and merged copies; the recorded part and its pieces; placement of temporaries
     ("fragment", "plan", (BUILD,)),
-    ("plan", "plan", (UPDATE, SPARE, JOIN, DIVIDE)),
+    ("plan", "plan", (UPDATE, SPARE, REDUCE, JOIN, DIVIDE, PIECES)),
     ("plan", "memory of a plan", (PLACE,)),
 )

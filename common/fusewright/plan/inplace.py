@@ -4,7 +4,8 @@ A functional graph computes `new = index_copy(x, ...)` and ends with `copy_(x, n
 elements. Here the kernel writes to `x` itself. The final copy becomes one of a tensor to itself, which torch skips; it stays
 because it counts as a change of `x`.
 
-A library call that overwrites one of its operands is given a copy of it. If nobody reads the original later, it is given that.
+A library call that overwrites one of its operands is given a copy of it. If nobody reads the original later, it is given that. An
+all-reduce overwrites its operand where nobody reads that later.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from fusewright.interface import TensorSpec
 from fusewright.plan.build import Plan, shared_by, written_by
 from fusewright.plan.ir import Call, Instruction, Launch, Ref, reads
 from fusewright.plan.memory import roots_of
-from fusewright.plan.vocabulary import COPIES
+from fusewright.plan.vocabulary import ALL_REDUCE, COPIES, OVERWRITING_ALL_REDUCE
 
 COPY = "aten::copy_.default"
 CLONE = "aten::clone.default"
@@ -87,15 +88,44 @@ def _without_copy(instructions: list[Instruction], copy: Call, plan: Plan) -> li
     a, b = plan.specs.get(x), plan.specs.get(user.outs[0])
     if a is None or b is None or (a.shape, a.stride, a.dtype, a.device) != (b.shape, b.stride, b.dtype, b.device):
         return None
-    roots = roots_of(instructions)
-    memory = roots.get(x, {x})
-    kept = {*plan.inputs, *plan.attributes, *plan.prepare_outputs}
-    later = [r for i in instructions[instructions.index(copy) + 1 :] for r in reads(i)]
-    later += [r.id for r in plan.outputs if isinstance(r, Ref)]
-    if memory & kept or any(memory & roots.get(r, {r}) for r in later):
+    if not _dies(x, copy, instructions, plan):
         return None
     changed = replace(user, args=tuple(Ref(x) if a == Ref(y) else a for a in user.args))
     return [changed if i is user else i for i in instructions if i is not copy]
+
+
+def _dies(x: int, at: Call, instructions: Sequence[Instruction], plan: Plan) -> bool:
+    """Whether a call may overwrite the memory of `x`: it is the plan's own, and nobody reads it later but through the call's
+    results."""
+    roots = roots_of(instructions)
+    memory = roots.get(x, {x})
+    later = [r for i in instructions[instructions.index(at) + 1 :] for r in reads(i)]
+    later += [r.id for r in plan.outputs if isinstance(r, Ref)]
+    others = (roots.get(r, {r}) for r in later)
+    kept = {*plan.inputs, *plan.attributes, *plan.prepare_outputs}
+    return not memory & kept and not any(memory & other and not other & set(at.outs) for other in others)
+
+
+def reduced_in_place(plan: Plan) -> Plan:
+    """Return a plan whose all-reduces overwrite their operands where nobody reads these later; `plan` itself if there are none."""
+    changed = [_overwriting(i, plan) if isinstance(i, Call) and i.target == ALL_REDUCE else i for i in plan.instructions]
+    return plan if changed == plan.instructions else replace(plan, instructions=changed)
+
+
+def _overwriting(i: Call, plan: Plan) -> Call:
+    x, out = i.args[0].id, i.outs[0]
+    fine = x in plan.specs and _alike(plan.specs, x, out) and _row_major(plan.specs[x]) and _dies(x, i, plan.instructions, plan)
+    return replace(i, target=OVERWRITING_ALL_REDUCE) if fine else i
+
+
+def _row_major(spec: TensorSpec) -> bool:
+    """Whether a tensor of fixed sizes is contiguous, as process groups require of operands that they overwrite."""
+    step = 1
+    for n, s in zip(reversed(spec.shape), reversed(spec.stride), strict=True):
+        if n != 1 and s != step:
+            return False
+        step *= int(n)  # type: ignore[arg-type]
+    return True
 
 
 def copied_together(plan: Plan) -> Plan:

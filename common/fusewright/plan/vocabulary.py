@@ -147,12 +147,18 @@ _PLAIN = (type(None), bool, str, float, complex, torch.dtype, torch.layout, torc
 
 
 COPIES = "aten::_foreach_copy_.default"
-"""The one operator outside the opset that a pass over plans introduces (`inplace.copied_together`)."""
+"""An operator outside the opset that a pass over plans introduces (`inplace.copied_together`)."""
+
+ALL_REDUCE, OVERWRITING_ALL_REDUCE = "_c10d_functional::all_reduce.default", "_c10d_functional::all_reduce_.default"
+"""A pass over plans replaces the first by the second (`inplace.reduced_in_place`)."""
+
+WAIT = "_c10d_functional::wait_tensor.default"
+"""Returns its operand, when the collective that makes it is done."""
 
 
 class Words:
     """What plans for one graph may call: the opset's operators and their overloads, those of the graph itself, the
-    namespaces that the backend declares, and `COPIES`."""
+    namespaces that the backend declares, and what passes over plans introduce."""
 
     def __init__(self, of_graph: frozenset[str] = frozenset(), namespaces: Sequence[str] = ()) -> None:
         self._graph, self._namespaces = of_graph, frozenset(namespaces)
@@ -161,6 +167,7 @@ class Words:
         return (
             target in PYTHON
             or target == COPIES
+            or (target == OVERWRITING_ALL_REDUCE and ALL_REDUCE in self._graph)
             or target in self._graph
             or target.partition(".")[0] in ops.PACKETS
             or target.partition("::")[0] in self._namespaces

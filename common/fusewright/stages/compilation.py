@@ -31,8 +31,8 @@ from fusewright.interface import (
 from fusewright.partition.facts import Facts
 from fusewright.plan import build as plan_build
 from fusewright.plan.execute import cached
-from fusewright.plan.execute.retained import Handover
 from fusewright.plan.ir import Run
+from fusewright.plan.replay.training import Handover
 from fusewright.report import GraphReport
 
 if TYPE_CHECKING:

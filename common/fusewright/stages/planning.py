@@ -55,6 +55,7 @@ def _make_plan(c: Compilation) -> None:
     if c.phase != "backward":  # whose inputs may share memory
         c.plan = c.do(passes.UPDATE, c.plan)
         c.plan = c.do(passes.SPARE, c.plan)
+        c.plan = c.do(passes.REDUCE, c.plan)
         c.plan = c.do(passes.JOIN, c.plan)
 
 

@@ -15,9 +15,9 @@ from fusewright.plan import build as plan_build
 from fusewright.plan.execute import cached, codegen
 from fusewright.plan.execute.firstrun import checked_first
 from fusewright.plan.execute.observed import observed_first
-from fusewright.plan.execute.replay import replayed
-from fusewright.plan.execute.retained import retained
 from fusewright.plan.ir import Run
+from fusewright.plan.replay.inference import replayed
+from fusewright.plan.replay.training import retained
 from fusewright.report import Kept, is_keeping
 from fusewright.stages.compilation import Compilation, origin
 from fusewright.stages.untrue import blame, plan_again
@@ -61,9 +61,6 @@ def from_disk(c: Compilation, plan: plan_build.Plan, kernels: Mapping[str, Kerne
 
 def _replaying(c: Compilation, plan: plan_build.Plan, kernels: Mapping[str, KernelCode], plain: Run) -> Run:
     recorder = c.backend.recorder()
-    if recorder is not None and has_collectives(c.graph):
-        c.report.tell_replay("not replayed: it may wait for other processes, which decide for themselves")
-        return plain
     if c.phase == "infer":
         return replayed(plan, kernels, plain, recorder, c.report.tell_replay)
     return retained(plan, kernels, plain, recorder, c.report.tell_replay, c.handover)

@@ -26,8 +26,8 @@ from fusewright_triton import backend
 from fusewright_triton.backend import NvidiaTriton, TritonBackend, TritonLoader
 from fusewright_triton.build import workers
 from fusewright_triton.run import graphs, streams
-from tests.unit.plan.execute.test_replay import Recorder
-from tests.unit.plan.execute.test_retained import Forgetful
+from tests.unit.plan.replay.test_inference import Recorder
+from tests.unit.plan.replay.test_training import Forgetful
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 

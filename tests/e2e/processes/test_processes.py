@@ -61,9 +61,10 @@ def inference(rank: int, options: dict[str, Any]) -> None:
 
 
 def losses(
-    rank: int, share: Callable[[torch.nn.Module], torch.nn.Module], options: dict[str, Any] | None, inside: bool = False
-) -> list[float]:
-    """Losses of three steps, each process on its half of a batch. `inside`: compile the module inside the wrapper."""
+    rank: int, share: Callable[[torch.nn.Module], torch.nn.Module], options: dict[str, Any] | None, inside: bool = False,
+    steps: int = 3,
+) -> list[float]:  # fmt: skip
+    """Losses of some steps, each process on its half of a batch. `inside`: compile the module inside the wrapper."""
     torch.manual_seed(0)
     model, x = torch.nn.Sequential(Block(), Block()), torch.randn(8, 32)[4 * rank : 4 * rank + 4]
 
@@ -72,7 +73,7 @@ def losses(
 
     fn = share(compiled(model)) if inside else compiled(share(model))
     optimizer, found = torch.optim.SGD(model.parameters(), 0.1), []
-    for _ in calls(rank, 3):
+    for _ in calls(rank, steps):
         loss = fn(x).square().mean()
         loss.backward()
         optimizer.step()
@@ -82,11 +83,12 @@ def losses(
 
 
 def as_in_eager(
-    rank: int, share: Callable[[torch.nn.Module], torch.nn.Module], options: dict[str, Any], inside: bool = False
-) -> None:
+    rank: int, share: Callable[[torch.nn.Module], torch.nn.Module], options: dict[str, Any], inside: bool = False,
+    steps: int = 3,
+) -> None:  # fmt: skip
     """Losses decrease as in eager."""
-    eager = losses(rank, share, None, inside)
-    torch.testing.assert_close(losses(rank, share, options, inside), eager, rtol=1e-4, atol=1e-5)
+    eager = losses(rank, share, None, inside, steps)
+    torch.testing.assert_close(losses(rank, share, options, inside, steps), eager, rtol=1e-4, atol=1e-5)
     assert eager[0] > eager[-1]
 
 
@@ -114,6 +116,58 @@ def fully_sharded(rank: int, options: dict[str, Any]) -> None:
         return fully_shard(m, mesh=mesh)
 
     as_in_eager(rank, share, options)
+
+
+def recorders(rank: int) -> list[Any]:
+    """Give the backend recorders of pieces, of which the second rank's fail at some point, and return them as they are made."""
+    from fusewright.plan.replay import obstacles, pieces
+    from fusewright_onednn.backend import X86OneDnn
+    from tests.unit.plan.replay.test_collectives import Device
+
+    pieces.FEWEST = obstacles.FEWEST = 1
+    made: list[Device] = []
+
+    def recorder(self: X86OneDnn) -> Device:
+        made.append(Device(failing=1 if rank else -1))
+        return made[-1]
+
+    X86OneDnn.recorder = recorder  # type: ignore[method-assign, assignment]
+    return made
+
+
+def reduced_between_pieces(rank: int, options: dict[str, Any]) -> None:
+    """Each rank records or gives up by itself, and both make the same calls."""
+    made = recorders(rank)
+    inference(rank, options)
+    assert (sum(d.replays for d in made) > 0) == (rank == 0)
+    as_in_eager(rank, divided, options, steps=6)
+
+
+def gathered_between_pieces(rank: int, options: dict[str, Any]) -> None:
+    """The results of these collectives are not their operands."""
+    made = recorders(rank)
+    as_in_eager(rank, sequence_parallel, options, steps=6)
+    assert (sum(d.replays for d in made) > 0) == (rank == 0)
+
+
+def sequence_parallel(model: torch.nn.Module) -> torch.nn.Module:
+    """Shard rows too: results are gathered before the product by columns, and scattered after the one by rows."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
+
+    plan: dict[str, Any] = {"0": PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Shard(0))}
+    for k in range(2):
+        plan[f"{k}.norm"] = SequenceParallel(sequence_dim=0)
+        plan[f"{k}.up"] = ColwiseParallel(input_layouts=Shard(0))
+        plan[f"{k}.down"] = RowwiseParallel(output_layouts=Shard(0), use_local_output=False)
+    return parallelize_module(model, init_device_mesh("cpu", (2,)), plan)
 
 
 def repair_of_one(rank: int, options: dict[str, Any]) -> None:
@@ -152,9 +206,12 @@ def _process(rank: int, work: Callable[[int, dict[str, Any]], None], folder: Pat
     torch.distributed.destroy_process_group()
 
 
+SLOW = tensor_parallel, data_parallel, fully_sharded, gathered_between_pieces
+
+
 @pytest.mark.parametrize(
     "work",
-    [inference, *(pytest.param(w, marks=pytest.mark.slow) for w in (tensor_parallel, data_parallel, fully_sharded)), repair_of_one],
+    [inference, reduced_between_pieces, *(pytest.param(w, marks=pytest.mark.slow) for w in SLOW), repair_of_one],
     ids=lambda f: f.__name__,
 )
 def test_both_come_to_the_end(work: Callable[[int, dict[str, Any]], None], tmp_path: Path) -> None:

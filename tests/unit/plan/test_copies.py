@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fusewright.plan.execute.copies import CopiesIn, copier_out
+from fusewright.plan.replay.copies import CopiesIn, copier_out
 
 LAYOUTS = {
     "dense": torch.randn(4, 6),

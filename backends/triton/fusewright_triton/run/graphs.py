@@ -45,13 +45,17 @@ class Graphs:
             return None
         return current, torch.cuda.current_stream(current).cuda_stream  # without the index it takes three times as long
 
+    def pool(self) -> Pool:
+        """See `PoolingRecorder.pool`."""
+        return Pool()
+
     def record(
-        self, run: Callable[[], Sequence[torch.Tensor]], warm: bool, shared: bool = True
+        self, run: Callable[[], Sequence[torch.Tensor]], warm: bool, shared: bool | Pool = True
     ) -> tuple[Sequence[torch.Tensor], Callable[[], None]]:
         """See `Recorder.record`; works on the current device. Warming up loads kernels, which a capture cannot."""
         current = torch.cuda.current_stream()
         side = side_of(current)
-        pool = side.pool if shared else Pool()
+        pool = shared if isinstance(shared, Pool) else side.pool if shared else Pool()
         torch.cuda.synchronize()
         cuda = torch.version.hip is None
         graph = torch.cuda.CUDAGraph(keep_graph=cuda)

@@ -28,7 +28,7 @@ from fusewright_triton.run import archive
 from fusewright_triton.runtime import library
 from tests.backends.triton.kernels import add_gelu, column_sum, softmax
 from tests.backends.triton.run.test_launch import Recorder, recorder  # noqa: F401 (a fixture)
-from tests.unit.plan.execute.test_retained import Forgetful
+from tests.unit.plan.replay.test_training import Forgetful
 
 H100 = target.NVIDIA["sm_90"]
 KERNELS = {structural_hash(k): k for k in (add_gelu(), softmax(), column_sum(4096, 70))}

@@ -14,7 +14,7 @@ import torch
 from fusewright import _torch_compat as compat
 from fusewright.report import recording
 from fusewright_triton.run import graphs, streams
-from tests.unit.plan.execute.test_replay import Recorder, Small, compiled
+from tests.unit.plan.replay.test_inference import Recorder, Small, compiled
 
 
 class Devices:

@@ -17,7 +17,7 @@ from fusewright import _torch_compat as compat
 from fusewright.graph.view import source_line
 from fusewright.plan import labels
 from fusewright.plan.execute import codegen
-from tests.unit.plan.execute import test_replay
+from tests.unit.plan.replay import test_inference as test_replay
 from tests.unit.plan.test_vocabulary import GOOD
 
 
@@ -68,7 +68,7 @@ def test_a_replay_shows_what_was_compiled_and_how_much_of_it() -> None:
         for _ in range(3):
             fn(x)
     seen = [s for s in ranges(lambda: fn(x)) if s.startswith("fusewright replay")]
-    assert len(seen) == 1 and re.fullmatch(r"fusewright replay Small test_replay.py:\d+, \d+ instructions", seen[0]), (
+    assert len(seen) == 1 and re.fullmatch(r"fusewright replay Small test_inference.py:\d+, \d+ instructions", seen[0]), (
         seen
     )
 

@@ -12,7 +12,7 @@ import torch
 from fusewright import pipeline
 from fusewright.capture import capture, layouts
 from fusewright.report import recording
-from tests.unit.plan.execute.test_replay import OPTIONS, Backend, Recorder, Small, captured, captured_calls
+from tests.unit.plan.replay.test_inference import OPTIONS, Backend, Recorder, Small, captured, captured_calls
 
 
 class Forgetful(Recorder):

@@ -1,4 +1,4 @@
-"""Recording a plan on a device and replaying it: the common part of inference (`replay.py`) and training (`retained.py`)."""
+"""Recording a plan on a device and replaying it: the common part of `inference` and `training`."""
 
 from __future__ import annotations
 

@@ -19,14 +19,16 @@ from typing import Any
 import torch
 
 from fusewright import _torch_compat as compat
-from fusewright.interface import KernelCode, Phase, Recorder
+from fusewright.interface import KernelCode, Phase, PoolingRecorder, Recorder
 from fusewright.plan.build import Plan
 from fusewright.plan.execute import codegen
-from fusewright.plan.execute.copies import CopiesIn, copied_out
 from fusewright.plan.execute.opaque import mismatch
-from fusewright.plan.execute.recording import Recorded, shown
-from fusewright.plan.execute.replay import OTHER_TENSORS, obstacle, plan_device, written_places
 from fusewright.plan.ir import Ref, Run, reads
+from fusewright.plan.replay.copies import CopiesIn, copied_out
+from fusewright.plan.replay.inference import OTHER_TENSORS, written_places
+from fusewright.plan.replay.obstacles import obstacle, plan_device
+from fusewright.plan.replay.pieces import Pieces, communicating, no_pieces
+from fusewright.plan.replay.recording import Recorded, shown
 
 SMALL = 1 << 12
 """Inputs of backward below this many bytes are copied; others are assumed to stay where forward's recording left them."""
@@ -105,7 +107,9 @@ class Retained(Recorded[_Recording]):
         wanted = dict.fromkeys(o.id for o in plan.outputs if isinstance(o, Ref) and o.id in made)
         self._kept = {v: k for k, v in enumerate(wanted)}
         self._given = {i: k for k, i in enumerate(plan.inputs)}
-        self._body = codegen.load(replace(plan, outputs=tuple(map(Ref, wanted))), kernels)
+        body = replace(plan, outputs=tuple(map(Ref, wanted)))
+        self._body = codegen.load(body, kernels)
+        self._pieces = Pieces(body, kernels) if communicating(plan) else None
         read = {r for i in plan.instructions for r in reads(i)}
         self._used = [k for k, i in enumerate(plan.inputs) if i in read]
         self._written = written_places(plan)
@@ -209,21 +213,25 @@ class Retained(Recorded[_Recording]):
         try:
             with torch.inference_mode(False), torch.no_grad(), self.on_device():
                 copy_in = CopiesIn(args, sorted(set(self._used) - fixed))
-                run = partial(self._run_body, copy_in.given(args))
-                kept, again = self.recorder.record(run, warm=False, shared=False)
+                kept, again = self._recorded_body(copy_in.given(args))
             if any(mismatch(t, self.plan.specs[v]) for v, t in zip(self._kept, kept, strict=True)):
                 self._give_up(OTHER_TENSORS)
                 return None
         except RuntimeError as e:  # raised by torch and drivers for what cannot be recorded, and if out of memory
             self._give_up(f"recording failed: {str(e).splitlines()[0]}")
             return None
-        del run  # only its recording may hold what forward saved
         outside = {compat.storage_id(args[k]) for k in fixed}
         mine = [t for t in (*kept, *copy_in.buffers.values()) if compat.storage_id(t) not in outside]
         storages = list({compat.storage_id(t): t.untyped_storage() for t in mine}.values())
         uses = [(s, compat.storage_uses(s)) for s in storages]
         self.tell(f"replayed, {len(self.plan.instructions)} instructions")
         return _Recording(shown(again, self.plan), kept, copy_in, uses)
+
+    def _recorded_body(self, given: list[Any]) -> tuple[Sequence[torch.Tensor], Callable[[], None]]:
+        """Only the recording may hold what forward saved, which is among the arguments."""
+        if self._pieces is not None and isinstance(self.recorder, PoolingRecorder):
+            return self._pieces.record(self.recorder, given, self.recorder.pool())
+        return self.recorder.record(partial(self._run_body, given), warm=False, shared=False)
 
     def _run_body(self, given: list[Any]) -> Any:
         return self._body(list(given))
@@ -245,7 +253,7 @@ def retained(
     """Return `run` of a training plan, replayed by `recorder` if possible."""
     if recorder is None:
         return run
-    why = obstacle(plan, recorder.device_type, training=True) or _handed_out(plan, handover)
+    why = obstacle(plan, recorder.device_type, training=True) or no_pieces(plan, recorder) or _handed_out(plan, handover)
     if why is not None:
         tell(f"not replayed: {why}")
         return run
@@ -257,4 +265,4 @@ def _handed_out(plan: Plan, handover: Handover) -> str | None:
     if not handover.known:
         return "AOTAutograd does not say which results are the caller's"
     own = {o.id for o in plan.outputs[: handover.copies] if isinstance(o, Ref)}
-    return "a result is an input" if own & set(plan.inputs) else None
+    return "a result is an input" if own & set(plan.inputs) & set(plan.specs) else None

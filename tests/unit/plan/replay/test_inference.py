@@ -13,8 +13,8 @@ from fusewright.capture import capture
 from fusewright.config import Options
 from fusewright.interface import Device, TensorSpec
 from fusewright.plan.build import Plan
-from fusewright.plan.execute import copies, replay
 from fusewright.plan.ir import Call, Instruction, Launch, Ref
+from fusewright.plan.replay import copies, inference, obstacles
 from fusewright.report import recording
 from fusewright.toolkit.backend.fused import FusedBackend, interpreter_loader
 
@@ -143,7 +143,7 @@ def test_results_that_are_kept_are_never_overwritten() -> None:
 
 @torch.no_grad()
 def test_large_results_are_made_after_the_replay_in_fresh_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replay, "LARGE", 64)
+    monkeypatch.setattr(inference, "LARGE", 64)
     model, recorder = Small().eval(), Recorder()
     fast = compiled(model, recorder)
     with recording() as reports:
@@ -266,7 +266,7 @@ def test_prepared_constants_that_change_are_recorded_anew_and_given_up_when_that
     for _ in range(8):
         torch.testing.assert_close(fast(x), f(x))
         weight.mul_(1.01)
-    assert 1 < recorder.recorded <= 1 + replay.MOST_UNUSED
+    assert 1 < recorder.recorded <= 1 + inference.MOST_UNUSED
 
 
 @torch.no_grad()
@@ -331,24 +331,24 @@ def test_what_stands_in_the_way_is_reported(fn: Any, reason: str) -> None:
 
 def test_an_index_by_positions_is_recorded_and_one_by_a_mask_is_not() -> None:
     index = Call("aten::index.Tensor", (Ref(1), (None, Ref(2))), (3,))
-    assert replay._unrecordable(index, {2: TensorSpec((4,), (1,), torch.int64)}) is None
-    assert "depends on data" in str(replay._unrecordable(index, {2: TensorSpec((4,), (1,), torch.bool)}))
+    assert obstacles._unrecordable(index, {2: TensorSpec((4,), (1,), torch.int64)}) is None
+    assert "depends on data" in str(obstacles._unrecordable(index, {2: TensorSpec((4,), (1,), torch.bool)}))
 
 
 def test_what_waits_for_the_device_is_known_by_torch_s_tags() -> None:
-    assert "depends on data" in str(replay._unrecordable(Call("aten::nonzero.default", (Ref(1),), (2,)), {}))
-    assert "depends on data" in str(replay._unrecordable(Call("aten::_local_scalar_dense.default", (Ref(1),), (2,)), {}))
-    assert "wait" in str(replay._unrecordable(Call("aten::_linalg_eigh.default", (Ref(1),), (2, 3), packed=True), {}))
-    assert "wait" in str(replay._unrecordable(Call("aten::linalg_pinv.atol_rtol_tensor", (Ref(1),), (2,)), {}))
-    assert replay._unrecordable(Call("aten::linalg_vector_norm.default", (Ref(1),), (2,)), {}) is None
-    assert replay._unrecordable(Call("aten::relu.default", (Ref(1),), (2,)), {}) is None
+    assert "depends on data" in str(obstacles._unrecordable(Call("aten::nonzero.default", (Ref(1),), (2,)), {}))
+    assert "depends on data" in str(obstacles._unrecordable(Call("aten::_local_scalar_dense.default", (Ref(1),), (2,)), {}))
+    assert "wait" in str(obstacles._unrecordable(Call("aten::_linalg_eigh.default", (Ref(1),), (2, 3), packed=True), {}))
+    assert "wait" in str(obstacles._unrecordable(Call("aten::linalg_pinv.atol_rtol_tensor", (Ref(1),), (2,)), {}))
+    assert obstacles._unrecordable(Call("aten::linalg_vector_norm.default", (Ref(1),), (2,)), {}) is None
+    assert obstacles._unrecordable(Call("aten::relu.default", (Ref(1),), (2,)), {}) is None
 
 
 def test_attention_that_drops_nothing_draws_nothing() -> None:
     flash = "aten::_scaled_dot_product_flash_attention.default"
-    assert replay._unrecordable(Call(flash, (Ref(1), Ref(1), Ref(1)), (2,)), {}) is None
-    assert replay._unrecordable(Call(flash, (Ref(1), Ref(1), Ref(1), 0.0, True), (2,)), {}) is None
-    assert "random" in str(replay._unrecordable(Call(flash, (Ref(1), Ref(1), Ref(1), 0.5), (2,)), {}))
+    assert obstacles._unrecordable(Call(flash, (Ref(1), Ref(1), Ref(1)), (2,)), {}) is None
+    assert obstacles._unrecordable(Call(flash, (Ref(1), Ref(1), Ref(1), 0.0, True), (2,)), {}) is None
+    assert "random" in str(obstacles._unrecordable(Call(flash, (Ref(1), Ref(1), Ref(1), 0.5), (2,)), {}))
 
 
 def test_a_recording_that_fails_or_is_slower_leaves_the_plain_plan() -> None:
@@ -388,9 +388,9 @@ def test_scalars_on_the_host_that_are_constant_do_not_stand_in_the_way() -> None
     made = Call("aten::scalar_tensor.default", (8.0,), (3,), kwargs=(("dtype", torch.float32),))
     for first in (_ROOT, made):
         plan = _on_a_device(first, _SCALE, *_REST)
-        assert replay.obstacle(plan, "cuda") is None
-        assert replay.obstacle(plan, "cuda", training=True) is None
-        assert replay.host_scalars(plan) == {2, 3}
+        assert obstacles.obstacle(plan, "cuda") is None
+        assert obstacles.obstacle(plan, "cuda", training=True) is None
+        assert obstacles.host_scalars(plan) == {2, 3}
 
 
 @pytest.mark.parametrize(
@@ -407,7 +407,7 @@ def test_scalars_on_the_host_that_are_constant_do_not_stand_in_the_way() -> None
     ids=lambda x: x if isinstance(x, str) else "",
 )
 def test_other_values_on_the_host_do(plan: Plan, why: str) -> None:
-    assert replay.obstacle(plan, "cuda", training=True) == "a tensor is on cpu", why
+    assert obstacles.obstacle(plan, "cuda", training=True) == "a tensor is on cpu", why
 
 
 def test_a_constant_scalar_that_changes_is_recorded_anew() -> None:

@@ -8,12 +8,12 @@ A backend supplies a `Recorder` (`fusewright.interface`); this module decides wh
 - Results belong to the caller. Large ones are made in fresh memory by the last few instructions, which run after the replay;
   small ones are copied out. So a result that the caller keeps is never overwritten.
 
-Plans that cannot be recorded, or are slower that way, run as the plain plan; the report says why.
+Plans that cannot be recorded, or are slower that way, run as the plain plan; the report says why. Plans that communicate are
+recorded in pieces (`pieces`), whatever their time: other processes cannot know it.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
@@ -21,17 +21,17 @@ from typing import Any
 
 import torch
 
-from fusewright import _torch_compat as compat
-from fusewright import ops
 from fusewright.forms.spec import Pass
-from fusewright.interface import HOST, KernelCode, Recorder, TensorSpec
-from fusewright.plan.build import Plan, operator_of, written_values
+from fusewright.interface import KernelCode, Recorder
+from fusewright.plan.build import Plan
 from fusewright.plan.execute import codegen
-from fusewright.plan.execute.copies import CopiesIn, copier_out
 from fusewright.plan.execute.prepare import Prepared
-from fusewright.plan.execute.recording import Recorded, shown
-from fusewright.plan.ir import Call, CallPython, Instruction, Launch, Ref, Run, reads, refs
+from fusewright.plan.ir import Instruction, Ref, Run, reads
 from fusewright.plan.memory import roots_of, storage_bytes
+from fusewright.plan.replay.copies import CopiesIn, copier_out
+from fusewright.plan.replay.obstacles import FEWEST, communicates, obstacle, passed_on, plan_device, written_inputs
+from fusewright.plan.replay.pieces import Pieces, communicating, no_pieces
+from fusewright.plan.replay.recording import Recorded, shown
 from fusewright.plan.verify import PLAN
 
 LARGE = 1 << 20
@@ -40,152 +40,17 @@ LARGE = 1 << 20
 MOST_LATE = 8
 """Maximum number of instructions after the replay, for large results."""
 
-FEWEST = 3
-"""Plans with fewer instructions are not worth recording."""
-
 MOST_RECORDINGS = 32
 """Recordings per plan: one for each stream and set of weights (layers that share a plan)."""
 
 MOST_UNUSED = 3
 """Replay is given up after so many recordings were replaced before their second use."""
 
-_FACTORIZATION = re.compile(r"_?linalg_(?!vector_norm|cross|vecdot|solve_triangular)|_?cholesky|geqrf|or(gqr|mqr)|_?lu_with_info")
-"""Operators whose libraries read results back from the device, or that call such operators (`linalg_pinv`). A capture that one
-of them breaks leaves its library broken."""
-
 OTHER_TENSORS = "an operator gives other tensors while it is recorded"
 """For example, the seed of an attention is on the CPU, but on the device while a graph is captured."""
 
 SLOWER = 1.03
 """A replay that takes this many times the plain plan's time is not used."""
-
-
-def obstacle(plan: Plan, device: str, training: bool = False) -> str | None:
-    """Why a plan cannot be recorded on devices of this type, or None, decided from the plan alone. Training draws random
-    numbers as recordings do, from the device's own generator, and its results are checked elsewhere."""
-    if len(plan.instructions) < FEWEST:
-        return "too few instructions"
-    if any(i in plan.scalars or i not in plan.specs for i in plan.inputs):
-        return "an input is a number"
-    collective = next((i for i in plan.instructions if isinstance(i, Call) and _communicates(i)), None)
-    if collective is not None:
-        return f"{collective.target} waits for other processes"
-    made = {o for i in plan.instructions for o in i.outs}
-    if any(not s.static for v, s in plan.specs.items() if v in made or v in plan.inputs):
-        return "sizes are symbolic"
-    roots = roots_of(plan.instructions)
-    for i in plan.instructions:
-        why = _unrecordable(i, plan.specs, training) or _misplaced(i, plan, roots)
-        if why is not None:
-            return why
-    unknown = sorted(r.id for r in plan.outputs if isinstance(r, Ref) and r.id in made and r.id not in plan.specs)
-    if unknown:
-        return f"it is not known what value {unknown[0]}, a result, is"
-    read = ({r for i in plan.instructions for r in reads(i)} | made) - host_scalars(plan)
-    elsewhere = sorted({plan.specs[v].device for v in read if v in plan.specs} - _devices(plan, device))
-    if elsewhere:
-        return f"a tensor is on {elsewhere[0]}"
-    return None if training else _result_obstacle(plan)
-
-
-def host_scalars(plan: Plan) -> set[int]:
-    """Single-element host values that are the same in every call and that a device's operators take as numbers: made from
-    nothing or from constants, without random numbers. A recording keeps them as they were; changed constants mean another
-    recording. Excluded are values read by kernels and copies, which take addresses, results, which belong to the caller, and
-    values written to."""
-    taken = {r for i in plan.instructions if _takes_address(i) for r in (*reads(i), *i.outs)}
-    taken |= written_values(plan) | {o.id for o in plan.outputs if isinstance(o, Ref)}
-
-    def single(v: int) -> bool:
-        found = plan.specs.get(v)
-        return found is not None and found.shape == () and found.device == HOST and v not in taken
-
-    scalars = {v for v in (*plan.prepare_outputs, *plan.attributes) if single(v)}
-    for i in plan.instructions:
-        if isinstance(i, Call) and i.outs and set(reads(i)) <= scalars and all(map(single, i.outs)):
-            operator = operator_of(i.target)
-            if operator is not None and not ops.call_draws(operator, i.args, dict(i.kwargs)):
-                scalars.update(i.outs)
-    return scalars
-
-
-def _takes_address(i: Instruction) -> bool:
-    """Whether a replayed instruction may read host memory: kernels, and copies between devices."""
-    operator = operator_of(i.target) if isinstance(i, Call) else None
-    return operator is None or any(a.name == "non_blocking" for a in operator._schema.arguments)
-
-
-def plan_device(plan: Plan, device: str) -> str:
-    """The one device of this type that the plan is on."""
-    return next(iter(_devices(plan, device)))
-
-
-def _devices(plan: Plan, device: str) -> set[str]:
-    """The devices of this type that the plan uses."""
-    found = sorted({s.device for s in plan.specs.values() if s.device.partition(":")[0] == device})
-    return set(found[:1])
-
-
-def _unrecordable(i: Instruction, specs: Mapping[int, TensorSpec], training: bool = False) -> str | None:
-    """Why an instruction may act differently from replay to replay, or waits for the device."""
-    if isinstance(i, CallPython):
-        return f"{i.name} is an opaque function"
-    if isinstance(i, Launch):
-        return None
-    operator = operator_of(i.target)
-    if operator is None:
-        return "sizes are computed at run time"
-    if not training and ops.call_draws(operator, i.args, dict(i.kwargs)):
-        return f"{i.target} draws random numbers"
-    if {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(operator.tags) and not _by_positions(i, specs):
-        return f"the result of {i.target} depends on data"
-    if operator.namespace == "aten" and _FACTORIZATION.match(operator._opname):
-        return f"{i.target} may wait for the device"
-    return None
-
-
-def _by_positions(i: Call, specs: Mapping[int, TensorSpec]) -> bool:
-    """Whether this is an `index` by positions alone, with one element each; a mask selects a data-dependent number."""
-    if i.target != "aten::index.Tensor":
-        return False
-    indices = [specs.get(r.id) for r in i.args[1] if isinstance(r, Ref)]
-    return all(s is not None and s.dtype in (torch.int64, torch.int32) for s in indices)
-
-
-def _communicates(i: Call) -> bool:
-    """Whether a call is a collective. It is never repeated to warm up, measured or recorded, because the other processes would
-    have to do the same at the same call."""
-    operator = operator_of(i.target)
-    return operator is not None and compat.communicates(operator.namespace, unknown=False)
-
-
-def _misplaced(i: Instruction, plan: Plan, roots: Mapping[int, set[int]]) -> str | None:
-    """Why an instruction would read something else from a copy of an input: it depends on the input's storage offset."""
-    if isinstance(i, Launch):
-        counted = i.located
-    else:
-        counted = set(refs(i.args)) if isinstance(i, Call) and _given_offset(i) else set()
-    found = {r for v in counted for r in roots.get(v, {v})} & set(plan.inputs)
-    return "it matters where an input begins in its storage" if found else None
-
-
-def _given_offset(call: Call) -> bool:
-    """Whether a call (`as_strided` and the like) takes a storage offset."""
-    operator = operator_of(call.target)
-    names = [a.name for a in operator._schema.arguments] if operator is not None else []
-    return {**dict(zip(names, call.args, strict=False)), **dict(call.kwargs)}.get("storage_offset") is not None
-
-
-def _result_obstacle(plan: Plan) -> str | None:
-    """Results that are inputs or views of them, which a recording would return as copies."""
-    made = {o for i in plan.instructions for o in i.outs}
-    roots = roots_of(plan.instructions)
-    results = [r.id for r in plan.outputs if isinstance(r, Ref)]
-    if not results and not written_inputs(plan):
-        return "there are no results"
-    if any(not roots.get(r, {r}) <= made for r in results):
-        return "a result may share memory with an input"
-    return None
 
 
 @dataclass(frozen=True)
@@ -215,7 +80,8 @@ def divide(plan: Plan) -> Parts:
     first = [i for k, i in enumerate(plan.instructions) if k not in late]
     last = [i for k, i in enumerate(plan.instructions) if k in late]
     made_late = {o for i in last for o in i.outs}
-    results = {k: r.id for k, r in enumerate(plan.outputs) if isinstance(r, Ref)}
+    passed = passed_on(plan)
+    results = {k: r.id for k, r in enumerate(plan.outputs) if isinstance(r, Ref) and k not in passed}
     wanted = {r for i in last for r in reads(i)} | {r for r in results.values() if r not in made_late}
     kept = tuple(sorted(wanted & {o for i in first for o in i.outs}))
     given = (*plan.inputs, *plan.prepare_outputs)
@@ -250,11 +116,6 @@ DIVIDE = Pass(
 """`divide`, with the kernels that launches may name."""
 
 
-def written_inputs(plan: Plan) -> set[int]:
-    """Inputs (and tensors of the graph) that a run writes; writes to its own values do not count."""
-    return written_values(plan) & {*plan.inputs, *plan.attributes}
-
-
 def written_places(plan: Plan) -> frozenset[int]:
     """Positions of the inputs that a run writes."""
     written = written_inputs(plan)
@@ -262,7 +123,7 @@ def written_places(plan: Plan) -> frozenset[int]:
 
 
 def _late(plan: Plan) -> set[int]:
-    """Positions of the instructions that make large results, and of all that depend on them."""
+    """Positions of the instructions that make large results, and of all that depend on them. A collective keeps its place."""
     if written_inputs(plan):
         return set()
     roots = roots_of(plan.instructions)
@@ -272,7 +133,8 @@ def _late(plan: Plan) -> set[int]:
         shared = any(roots[v] & roots[w] for w in results if w != v)
         if v in plan.specs and storage_bytes(plan.specs[v]) >= LARGE and not shared:
             more = late | _dependents(plan.instructions, roots[v])
-            late = more if len(more) <= MOST_LATE else late
+            movable = len(more) <= MOST_LATE and not any(communicates(plan.instructions[k]) for k in more)
+            late = more if movable else late
     return late if len(plan.instructions) - len(late) >= FEWEST else set()
 
 
@@ -318,10 +180,13 @@ class Replayed(Recorded[_Recording]):
         self.plan, self.parts = plan, DIVIDE(plan, {h: code.kernel for h, code in kernels.items()})
         self.cache = codegen.prepared_of(run)
         self._head = codegen.load(self.parts.head, kernels)
+        self._pieces = Pieces(self.parts.head, kernels) if communicating(plan) else None
         self._tail = codegen.load(self.parts.tail, kernels) if self.parts.tail else None
         self._fixed = picker(self.parts.fixed)
+        self._passed = passed_on(plan)
         self._prepare_inputs = picker([plan.inputs.index(i) for i in plan.prepare_inputs])
         self._writes = bool(written_inputs(plan))
+        self._once = self._writes or self._pieces is not None
         self._recordings: dict[tuple[Hashable, ...], _Recording] = {}
         self._last: _Recording | None = None
         self._steady = False
@@ -331,20 +196,20 @@ class Replayed(Recorded[_Recording]):
         return self._again(stream, args) or self._anew(stream, args)
 
     def _again(self, stream: Hashable, args: list[Any]) -> _Recording | None:
-        """Replay the last recording, and return it if it was valid for these arguments. A replay writes only its own memory,
-        unless the plan writes its inputs, so it may start before all checks are done."""
+        """Replay the last recording, and return it if it was valid for these arguments. Unless the plan writes its inputs or
+        communicates, a replay may be repeated, and so starts before all checks are done."""
         r = self._last
         if r is None or r.stream != stream:
             return None
         steady, self._steady = self._steady, False
         if steady:
             r.copy_in(args)  # the device copies while the host compares addresses; no freed memory may be read
-        if r.addresses != self._addresses(args) or (self._writes and not self._unchanged(r, args)):
+        if r.addresses != self._addresses(args) or (self._once and not self._unchanged(r, args)):
             return None
         if not steady:
             r.copy_in(args)
         r.replay()
-        self._steady = self._writes or self._unchanged(r, args)
+        self._steady = self._once or self._unchanged(r, args)
         return r if self._steady else None
 
     def _anew(self, stream: Hashable, args: list[Any]) -> _Recording | None:
@@ -376,10 +241,15 @@ class Replayed(Recorded[_Recording]):
         r.uses += 1
         late = self._tail([*[args[k] for k in self.parts.tail_places], *r.rest]) if self._tail is not None else ()
         early = iter(r.copy_out())
-        return tuple(
-            late[self.parts.late[k]] if k in self.parts.late else next(early) if isinstance(o, Ref) else o
-            for k, o in enumerate(self.plan.outputs)
-        )
+        results = []
+        for k, o in enumerate(self.plan.outputs):
+            if k in self.parts.late:
+                results.append(late[self.parts.late[k]])
+            elif k in self._passed:
+                results.append(args[self._passed[k]])
+            else:
+                results.append(next(early) if isinstance(o, Ref) else o)
+        return tuple(results)
 
     def _recorded(
         self, key: tuple[Hashable, ...], addresses: list[int], args: list[Any], prepared: Prepared | None
@@ -397,7 +267,7 @@ class Replayed(Recorded[_Recording]):
         try:
             with self.on_device():
                 made = self._record(key[0], addresses, args, prepared)
-                worse = "" if self._writes else self._worse(made, args)
+                worse = "" if self._once else self._worse(made, args)
             if worse:
                 self._give_up(worse)
                 return None
@@ -430,8 +300,10 @@ class Replayed(Recorded[_Recording]):
         with torch.inference_mode(False), torch.no_grad():
             copy_in = CopiesIn(args, self.parts.copied)
             given = copy_in.given(args)
-            # A warm-up runs the head, so skip it if that would write into inputs.
-            kept, replay = self.recorder.record(lambda: self._head([*given, *constants]), warm=not self._writes)
+            if self._pieces is not None:
+                kept, replay = self._pieces.record(self.recorder, [*given, *constants], shared=True)
+            else:  # a warm-up runs the head, so skip it if that would write into inputs
+                kept, replay = self.recorder.record(lambda: self._head([*given, *constants]), warm=not self._writes)
             by_id = dict(zip((*self.plan.prepare_outputs, *self.parts.kept), (*constants, *kept), strict=True))
             copy_out = copier_out([by_id[v] for v in self.parts.early])
         rest = [by_id[v] for v in self.parts.tail_rest]
@@ -461,7 +333,7 @@ def replayed(
     """Return `run`, replayed by `recorder` if possible."""
     if recorder is None:
         return run
-    why = obstacle(plan, recorder.device_type)
+    why = obstacle(plan, recorder.device_type) or no_pieces(plan, recorder)
     if why is not None:
         tell(f"not replayed: {why}")
         return run

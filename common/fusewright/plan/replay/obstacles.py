@@ -1,0 +1,183 @@
+"""What may be recorded: why a plan cannot be, decided from the plan alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import torch
+
+from fusewright import _torch_compat as compat
+from fusewright import ops
+from fusewright.interface import HOST, TensorSpec
+from fusewright.plan.build import Plan, operator_of, written_values
+from fusewright.plan.ir import Call, CallPython, Instruction, Launch, Ref, reads, refs
+from fusewright.plan.memory import roots_of
+
+FEWEST = 3
+"""Plans with fewer instructions are not worth recording."""
+
+_FACTORIZATION = re.compile(r"_?linalg_(?!vector_norm|cross|vecdot|solve_triangular)|_?cholesky|geqrf|or(gqr|mqr)|_?lu_with_info")
+"""Operators whose libraries read results back from the device, or that call such operators (`linalg_pinv`). A capture that one
+of them breaks leaves its library broken."""
+
+_ASYNCHRONOUS = ("c10d_functional", "_c10d_functional", "_c10d_functional_autograd")
+"""Namespaces of collectives for which another operator waits."""
+
+
+def obstacle(plan: Plan, device: str, training: bool = False) -> str | None:
+    """Why a plan cannot be recorded on devices of this type, or None, decided from the plan alone. Training draws random
+    numbers as recordings do, from the device's own generator, and its results are checked elsewhere."""
+    if len(plan.instructions) < FEWEST:
+        return "too few instructions"
+    used = {r for i in plan.instructions for r in reads(i)}
+    if any(i in plan.scalars or i not in plan.specs for i in used.intersection(plan.inputs)):
+        return "an input is a number"
+    if (pending := _pending(plan)) is not None:
+        return f"what {pending} returns is read before anybody waits for it"
+    made = {o for i in plan.instructions for o in i.outs}
+    if any(not s.static for v, s in plan.specs.items() if v in made or v in plan.inputs):
+        return "sizes are symbolic"
+    roots = roots_of(plan.instructions)
+    for i in plan.instructions:
+        why = _misplaced(i, plan, roots)
+        if why is None and not communicates(i):  # a collective is called, never recorded
+            why = _unrecordable(i, plan.specs, training)
+        if why is not None:
+            return why
+    unknown = sorted(r.id for r in plan.outputs if isinstance(r, Ref) and r.id in made and r.id not in plan.specs)
+    if unknown:
+        return f"it is not known what value {unknown[0]}, a result, is"
+    read = ({r for i in plan.instructions for r in reads(i)} | made) - host_scalars(plan)
+    elsewhere = sorted({plan.specs[v].device for v in read if v in plan.specs} - _devices(plan, device))
+    if elsewhere:
+        return f"a tensor is on {elsewhere[0]}"
+    return None if training else _result_obstacle(plan)
+
+
+def passed_on(plan: Plan) -> dict[int, int]:
+    """Map positions of results to positions of the inputs that they are, for what is no tensor: a mesh, for example."""
+    return {
+        k: plan.inputs.index(r.id)
+        for k, r in enumerate(plan.outputs)
+        if isinstance(r, Ref) and r.id in plan.inputs and r.id not in plan.specs
+    }
+
+
+def written_inputs(plan: Plan) -> set[int]:
+    """Inputs (and tensors of the graph) that a run writes; writes to its own values do not count."""
+    return written_values(plan) & {*plan.inputs, *plan.attributes}
+
+
+def host_scalars(plan: Plan) -> set[int]:
+    """Single-element host values that are the same in every call and that a device's operators take as numbers: made from
+    nothing or from constants, without random numbers. A recording keeps them as they were; changed constants mean another
+    recording. Excluded are values read by kernels and copies, which take addresses, results, which belong to the caller, and
+    values written to."""
+    taken = {r for i in plan.instructions if _takes_address(i) for r in (*reads(i), *i.outs)}
+    taken |= written_values(plan) | {o.id for o in plan.outputs if isinstance(o, Ref)}
+
+    def single(v: int) -> bool:
+        found = plan.specs.get(v)
+        return found is not None and found.shape == () and found.device == HOST and v not in taken
+
+    scalars = {v for v in (*plan.prepare_outputs, *plan.attributes) if single(v)}
+    for i in plan.instructions:
+        if isinstance(i, Call) and i.outs and set(reads(i)) <= scalars and all(map(single, i.outs)):
+            operator = operator_of(i.target)
+            if operator is not None and not ops.call_draws(operator, i.args, dict(i.kwargs)):
+                scalars.update(i.outs)
+    return scalars
+
+
+def _takes_address(i: Instruction) -> bool:
+    """Whether a replayed instruction may read host memory: kernels, and copies between devices."""
+    operator = operator_of(i.target) if isinstance(i, Call) else None
+    return operator is None or any(a.name == "non_blocking" for a in operator._schema.arguments)
+
+
+def plan_device(plan: Plan, device: str) -> str:
+    """The one device of this type that the plan is on."""
+    return next(iter(_devices(plan, device)))
+
+
+def _devices(plan: Plan, device: str) -> set[str]:
+    """The devices of this type that the plan uses."""
+    found = sorted({s.device for s in plan.specs.values() if s.device.partition(":")[0] == device})
+    return set(found[:1])
+
+
+def _unrecordable(i: Instruction, specs: Mapping[int, TensorSpec], training: bool = False) -> str | None:
+    """Why an instruction may act differently from replay to replay, or waits for the device."""
+    if isinstance(i, CallPython):
+        return f"{i.name} is an opaque function"
+    if isinstance(i, Launch):
+        return None
+    operator = operator_of(i.target)
+    if operator is None:
+        return "sizes are computed at run time"
+    if not training and ops.call_draws(operator, i.args, dict(i.kwargs)):
+        return f"{i.target} draws random numbers"
+    if {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(operator.tags) and not _by_positions(i, specs):
+        return f"the result of {i.target} depends on data"
+    if operator.namespace == "aten" and _FACTORIZATION.match(operator._opname):
+        return f"{i.target} may wait for the device"
+    return None
+
+
+def _by_positions(i: Call, specs: Mapping[int, TensorSpec]) -> bool:
+    """Whether this is an `index` by positions alone, with one element each; a mask selects a data-dependent number."""
+    if i.target != "aten::index.Tensor":
+        return False
+    indices = [specs.get(r.id) for r in i.args[1] if isinstance(r, Ref)]
+    return all(s is not None and s.dtype in (torch.int64, torch.int32) for s in indices)
+
+
+def communicates(i: Instruction) -> bool:
+    """Whether an instruction is a collective or, among several processes, an unknown operator. It is never repeated to warm up,
+    measured or recorded, because the other processes would have to do the same at the same call."""
+    operator = operator_of(i.target) if isinstance(i, Call) else None
+    return operator is not None and compat.communicates(operator.namespace)
+
+
+def _pending(plan: Plan) -> str | None:
+    """The first collective whose result something other than a collective (`wait_tensor` is one) reads, if there is one."""
+    ready = {r for i in plan.instructions if not communicates(i) for r in reads(i)}
+    ready |= {r.id for r in plan.outputs if isinstance(r, Ref)}
+    starts = (i for i in plan.instructions if isinstance(i, Call) and _starts(i.target))
+    return next((i.target for i in starts if ready.intersection(i.outs)), None)
+
+
+def _starts(target: str) -> bool:
+    """Whether a collective returns before its result is there: `wait_tensor` must be called on that."""
+    return target.partition("::")[0] in _ASYNCHRONOUS and "wait_tensor" not in target
+
+
+def _misplaced(i: Instruction, plan: Plan, roots: Mapping[int, set[int]]) -> str | None:
+    """Why an instruction would read something else from a copy of an input: it depends on the input's storage offset."""
+    if isinstance(i, Launch):
+        counted = i.located
+    else:
+        counted = set(refs(i.args)) if isinstance(i, Call) and _given_offset(i) else set()
+    found = {r for v in counted for r in roots.get(v, {v})} & set(plan.inputs)
+    return "it matters where an input begins in its storage" if found else None
+
+
+def _given_offset(call: Call) -> bool:
+    """Whether a call (`as_strided` and the like) takes a storage offset."""
+    operator = operator_of(call.target)
+    names = [a.name for a in operator._schema.arguments] if operator is not None else []
+    return {**dict(zip(names, call.args, strict=False)), **dict(call.kwargs)}.get("storage_offset") is not None
+
+
+def _result_obstacle(plan: Plan) -> str | None:
+    """Results that are inputs or views of them, which a recording would return as copies."""
+    made = {o for i in plan.instructions for o in i.outs}
+    roots = roots_of(plan.instructions)
+    passed = passed_on(plan)
+    results = [r.id for k, r in enumerate(plan.outputs) if isinstance(r, Ref) and k not in passed]
+    if not results and not written_inputs(plan):
+        return "there are no results"
+    if any(not roots.get(r, {r}) <= made for r in results):
+        return "a result may share memory with an input"
+    return None

@@ -1,0 +1,169 @@
+"""Recording of plans that communicate: the pieces between collectives are recorded, the collectives are called.
+
+NCCL requires that all processes capture a collective or none does (its user guide, "Using NCCL with CUDA Graphs"), but what is
+recorded, dropped or run as the plain plan each process decides by itself. So collectives are never captured: however a process
+runs a plan, it makes the same calls in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from fusewright.forms.spec import Pass
+from fusewright.interface import KernelCode, PoolingRecorder, Recorder, TensorSpec
+from fusewright.plan.build import Plan, shared_by, written_by
+from fusewright.plan.execute import codegen
+from fusewright.plan.ir import Call, Instruction, Ref, Run, reads
+from fusewright.plan.replay.obstacles import FEWEST, communicates
+from fusewright.plan.verify import PLAN
+from fusewright.plan.vocabulary import WAIT
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a plan. Its inputs are values of the plan that are made before it, its outputs those that are read after it. `last`
+    are the inputs that no later piece reads."""
+
+    plan: Plan
+    recorded: bool
+    last: frozenset[int]
+
+    @property
+    def outs(self) -> list[int]:
+        return [r.id for r in self.plan.outputs]
+
+
+def pieces_of(plan: Plan) -> tuple[Piece, ...]:
+    """Split a plan before and after its collectives. Short runs between collectives are called as well."""
+    runs: list[list[Instruction]] = []
+    kinds: list[bool] = []
+    for called, group in groupby(plan.instructions, communicates):
+        run = list(group)
+        recorded = not called and len(run) >= FEWEST
+        if kinds and not recorded and not kinds[-1]:
+            runs[-1] += run
+        else:
+            runs.append(run)
+            kinds.append(recorded)
+    return tuple(_piece(plan, runs, k, kinds[k]) for k in range(len(runs)))
+
+
+def _piece(plan: Plan, runs: Sequence[Sequence[Instruction]], k: int, recorded: bool) -> Piece:
+    run = runs[k]
+    made = {o for i in run for o in i.outs}
+    inputs = tuple(sorted({r for i in run for r in reads(i)} - made - set(plan.attributes)))
+    later = {r for other in runs[k + 1 :] for i in other for r in reads(i)}
+    later |= {r.id for r in plan.outputs if isinstance(r, Ref)}
+    part = replace(
+        plan, inputs=inputs, outputs=tuple(map(Ref, sorted(made & later))), instructions=list(run),
+        prepare=[], prepare_inputs=(), prepare_outputs=(),
+    )  # fmt: skip
+    return Piece(part, recorded, frozenset(inputs) - later)
+
+
+PIECES = Pass(
+    "pieces between collectives",
+    "plan",
+    PLAN,
+    lambda plan, kernels: pieces_of(plan),
+    lambda args, found: [replace(piece.plan, kernels=args[1]) for piece in found],
+)
+"""`pieces_of`, with the kernels that launches may name."""
+
+
+class Pieces:
+    """A plan that communicates, as pieces that a device records. All its outputs are tensors."""
+
+    def __init__(self, plan: Plan, kernels: Mapping[str, KernelCode]) -> None:
+        self._plan = plan
+        pieces = PIECES(plan, {h: code.kernel for h, code in kernels.items()})
+        self._pieces = [(piece, codegen.load(piece.plan, kernels)) for piece in pieces]
+        self._same = _same_tensors(plan.instructions)
+        self._fixed = {v for piece in pieces if piece.recorded for v in (*piece.plan.inputs, *piece.outs)}
+        self._fixed |= {r.id for r in plan.outputs}
+
+    def record(self, recorder: Recorder, given: Sequence[Any], shared: Any) -> tuple[Sequence[Any], Callable[[], None]]:
+        """Record for the arguments `given`, whose memory every replay reads. Nothing runs, and no collective is called. Return the
+        results, and a function that runs the plan once and refills them.
+
+        Raises `RuntimeError` when something cannot be recorded.
+        """
+        values = dict(zip(self._plan.inputs, given, strict=True))
+        steps: list[Callable[[], None]] = []
+        pending: dict[int, Any] = {}  # what collectives return that is not waited for
+        for piece, run in self._pieces:
+            if piece.recorded:
+                args = [values[v] for v in piece.plan.inputs]
+                results, step = recorder.record(partial(_run, run, args), warm=False, shared=shared)
+                values.update(zip(piece.outs, results, strict=True))
+            else:
+                step = self._called(piece, run, values, pending)
+            steps.append(step)
+            for v in piece.last - {r.id for r in self._plan.outputs}:
+                values.pop(v, None)  # later pieces may use its memory
+
+        def again() -> None:
+            for step in steps:
+                step()
+
+        return [values[r.id] for r in self._plan.outputs], again
+
+    def _called(self, piece: Piece, run: Run, values: dict[int, Any], pending: dict[int, Any]) -> Callable[[], None]:
+        """Return a function that calls a piece. What others read lies in memory that stays: that of the operand, if the piece
+        overwrites it, or else a buffer."""
+        for v in piece.outs:
+            if v in self._fixed:
+                spec, same = self._plan.specs[v], values.get(self._same.get(v, v))
+                values[v] = same if same is not None else _buffer(spec)
+        fixed = {v: values[v] for v in piece.plan.inputs if v in values}
+        kept = [(v, values.get(v)) for v in piece.outs]
+
+        def step() -> None:
+            args = [fixed[v] if v in fixed else pending[v] for v in piece.plan.inputs]
+            for (v, buffer), result in zip(kept, run(args), strict=True):
+                if buffer is None:
+                    pending[v] = result
+                elif buffer.data_ptr() != result.data_ptr():
+                    buffer.copy_(result)
+            for v in piece.last:
+                pending.pop(v, None)
+
+        return step
+
+
+def _run(run: Run, args: Sequence[Any]) -> Any:
+    return run(list(args))
+
+
+def _buffer(spec: TensorSpec) -> torch.Tensor:
+    shape, stride = ([int(n) for n in sizes] for sizes in (spec.shape, spec.stride))  # type: ignore[arg-type]
+    return torch.empty_strided(shape, stride, dtype=spec.dtype, device=spec.device)
+
+
+def _same_tensors(instructions: Sequence[Instruction]) -> dict[int, int]:
+    """Map results of calls that return an operand, overwritten or waited for, to that operand."""
+    same: dict[int, int] = {}
+    for i in instructions:
+        if isinstance(i, Call) and len(i.outs) == 1 and communicates(i):
+            returned = shared_by(i) if i.target == WAIT or list(written_by(i)) == list(shared_by(i)) else ()
+            if len(returned) == 1:
+                same[i.outs[0]] = same.get(returned[0], returned[0])
+    return same
+
+
+def communicating(plan: Plan) -> bool:
+    """Whether a plan holds a collective."""
+    return any(map(communicates, plan.instructions))
+
+
+def no_pieces(plan: Plan, recorder: Recorder) -> str | None:
+    """Why a plan that communicates cannot be recorded in pieces, or None."""
+    if communicating(plan) and not isinstance(recorder, PoolingRecorder):
+        return "it may wait for other processes, and the backend records no pieces"
+    return None
