@@ -13,6 +13,8 @@ from pathlib import Path
 
 import torch
 
+from fusewright import _torch_compat as compat
+
 _CPUINFO = Path("/proc/cpuinfo")
 
 # Features whose names differ: torch's name on the left, the kernel's name in /proc/cpuinfo on the right.
@@ -22,6 +24,10 @@ _KERNEL_NAMES = {
     "bmi": "bmi1", "sse3": "pni", "sha": "sha_ni",
     "neon": "asimd", "fp16_arith": "asimdhp", "dot": "asimddp", "sve_bf16": "svebf16",
 }  # fmt: skip
+
+
+gpu_stream = compat.current_stream
+"""The handle of a GPU's current stream, by GPU index."""
 
 
 def arch() -> str:

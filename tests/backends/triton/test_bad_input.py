@@ -20,6 +20,7 @@ pytest.importorskip("triton", reason="triton is not installed; pip install './ba
 import torch
 
 from fusewright.interface import Device
+from fusewright.plan.replay import training
 from fusewright.report import recording
 from fusewright.toolkit.ir import Kernel
 from fusewright_triton import backend
@@ -91,6 +92,7 @@ def test_no_memory_for_a_recording_of_training(monkeypatch: pytest.MonkeyPatch) 
             raise torch.OutOfMemoryError(NO_MEMORY)
 
     monkeypatch.setattr(TritonBackend, "recorder", lambda self: FullInTraining())
+    monkeypatch.setattr(training, "FEWEST", 3)
     model, x = Small(), torch.randn(5, 8)
     model(x).sum().backward()
     wanted = [p.grad.clone() for p in model.parameters() if p.grad is not None]

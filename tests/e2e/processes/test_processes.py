@@ -120,11 +120,11 @@ def fully_sharded(rank: int, options: dict[str, Any]) -> None:
 
 def recorders(rank: int) -> list[Any]:
     """Give the backend recorders of pieces, of which the second rank's fail at some point, and return them as they are made."""
-    from fusewright.plan.replay import obstacles, pieces
+    from fusewright.plan.replay import obstacles, pieces, training
     from fusewright_onednn.backend import X86OneDnn
     from tests.unit.plan.replay.test_collectives import Device
 
-    pieces.FEWEST = obstacles.FEWEST = 1
+    pieces.FEWEST = obstacles.FEWEST = training.FEWEST = 1
     made: list[Device] = []
 
     def recorder(self: X86OneDnn) -> Device:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from fusewright import machine
 from fusewright_triton.run import memsets
 from fusewright_triton.run.launch import errors
 from fusewright_triton.run.streams import Pool, side_of
@@ -43,7 +44,7 @@ class Graphs:
                 return self.stream(device)
         if torch.cuda.is_current_stream_capturing():
             return None
-        return current, torch.cuda.current_stream(current).cuda_stream  # without the index it takes three times as long
+        return current, machine.gpu_stream(current)
 
     def pool(self) -> Pool:
         """See `PoolingRecorder.pool`."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from fusewright import machine
 from fusewright.errors import without_memory
 from fusewright.plan import native
 from fusewright.toolkit.ir.extent import evaluate
@@ -147,7 +148,7 @@ class GpuLauncher:
         bound.pack(bound.memory, 0, *addresses, *scalars, *sizes)
         # keep it until the launches are queued; the allocator gives it only to later work of this stream
         workspace = self._place_parts(bound, known, tensors[0].device) if known.workspace else None
-        stream, launch = torch.cuda.current_stream(device).cuda_stream, self._launch
+        stream, launch = machine.gpu_stream(device), self._launch
         for (function, threads, shared, name), programs in list(zip(bound.functions, known.programs, strict=True))[first:]:
             if programs:
                 arguments = (function, programs, 1, 1, threads, 1, 1, shared, stream, bound.params, None)

@@ -39,6 +39,11 @@ COPY_LIMIT = 1 << 25
 COPY_SHARE = 8
 """Inputs may also be copied when they are at most one part in so many of the bytes read in place."""
 
+FEWEST = 24
+"""Plans with fewer instructions are not worth recording: the host's part of a replay (addresses, who still holds results, results)
+takes as long as the launches of so many, about 110 us, and results are copied: 3 of 27 ms of device time in a step of 84 plans of
+6 to 22 instructions (DDP's buckets, two H100s, 2026-11-26)."""
+
 MOST_SETS = 64
 """Sets of arguments remembered per plan."""
 MOVES = 6
@@ -254,6 +259,8 @@ def retained(
     if recorder is None:
         return run
     why = obstacle(plan, recorder.device_type, training=True) or no_pieces(plan, recorder) or _handed_out(plan, handover)
+    if why is None and len(plan.instructions) < FEWEST:
+        why = "too few instructions"
     if why is not None:
         tell(f"not replayed: {why}")
         return run

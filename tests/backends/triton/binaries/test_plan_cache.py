@@ -249,6 +249,7 @@ def test_training_from_disk_is_right_and_replayed(no_stages: Any, monkeypatch: p
     device = Forgetful()
     device.device_type = "cpu"
     monkeypatch.setattr(backend.TritonBackend, "recorder", lambda self: device)
+    monkeypatch.setattr(training, "FEWEST", 3)
     x, model = torch.randn(8, 16), torch.nn.Sequential(Small(), Small())
 
     def steps(fn: Any) -> list[torch.Tensor]:

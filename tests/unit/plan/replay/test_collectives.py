@@ -17,6 +17,7 @@ from fusewright.plan import memory
 from fusewright.plan.build import Plan, build
 from fusewright.plan.inplace import reduced_in_place
 from fusewright.plan.ir import Call, Ref
+from fusewright.plan.replay import training as replay_of_training
 from fusewright.plan.replay.copies import flat
 from fusewright.plan.replay.obstacles import communicates, obstacle
 from fusewright.plan.replay.pieces import _same_tensors, pieces_of
@@ -56,6 +57,11 @@ def collectives() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def nothing_called() -> None:
     CALLS.clear()
+
+
+@pytest.fixture(autouse=True)
+def small_plans_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay_of_training, "FEWEST", 3)
 
 
 class Never(Recorder):

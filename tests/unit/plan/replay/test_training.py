@@ -11,8 +11,14 @@ import torch
 
 from fusewright import pipeline
 from fusewright.capture import capture, layouts
+from fusewright.plan.replay import training as replay_of_training
 from fusewright.report import recording
 from tests.unit.plan.replay.test_inference import OPTIONS, Backend, Recorder, Small, captured, captured_calls
+
+
+@pytest.fixture(autouse=True)
+def small_plans_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay_of_training, "FEWEST", 3)
 
 
 class Forgetful(Recorder):
@@ -303,3 +309,11 @@ def test_what_the_caller_gets_may_be_written_in_place() -> None:
         y = fast(x)
         y[:2] = 0.0
         y.sum().backward()
+
+
+def test_short_plans_are_not_worth_the_hosts_part_of_a_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay_of_training, "FEWEST", 24)
+    recorder, model = Forgetful(), Small()
+    with recording() as reports:
+        step(compiled(model, recorder), torch.randn(8, 8))
+    assert {r.replay for r in reports} == {"not replayed: too few instructions"}
