@@ -18,6 +18,7 @@ import torch
 
 from fusewright.cache import place, seal, store
 from fusewright.interface import Device
+from fusewright.plan.replay import training
 from fusewright.stages import rounds
 from fusewright.toolkit.ir import structural_hash
 from fusewright_triton import backend, target
