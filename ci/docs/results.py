@@ -19,6 +19,7 @@ MACHINES = {
     "x86": "2-core AMD Zen 5 virtual machine (AVX-512, VNNI, BF16), 2 threads",
     "zen3": "2-core AMD Zen 3 virtual machine (AVX2 alone), 2 threads",
     "h100": "NVIDIA H100 80 GB",
+    "h100x2": "Two NVIDIA H100 80 GB; Intel Xeon with AMX, 32 cores",
     "h200": "NVIDIA H200; Intel Xeon with AMX, 16 cores",
     "h200x2": "Two NVIDIA H200; Intel Xeon with AMX, 32 cores",
     "xeon": "Intel Xeon with AMX, torch 2.11",
