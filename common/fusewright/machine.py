@@ -26,8 +26,8 @@ _KERNEL_NAMES = {
 }  # fmt: skip
 
 
-gpu_stream = compat.current_stream
-"""The handle of a GPU's current stream, by GPU index."""
+current_stream = compat.current_stream
+"""The handle of an accelerator's current stream, by the accelerator's index."""
 
 
 def arch() -> str:

@@ -65,6 +65,13 @@ def test_arithmetic_on_sizes_is_in_the_list(target: str) -> None:
     assert problems(with_call(target, Ref(1))) == [] and callable(vocabulary.function_of(target))
 
 
+def test_a_convolution_is_called_without_boxing_its_lists() -> None:
+    args = (torch.randn(1, 4, 16), torch.randn(4, 2, 3), None, [1], [2], [1], False, [0], 2)
+    found = vocabulary.function_of("aten::convolution.default")
+    assert found is torch.convolution
+    torch.testing.assert_close(found(*args), torch.ops.aten.convolution.default(*args), rtol=0, atol=0)
+
+
 @pytest.mark.parametrize(
     ("target", "words", "fine"),
     [

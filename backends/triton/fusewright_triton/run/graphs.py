@@ -44,7 +44,7 @@ class Graphs:
                 return self.stream(device)
         if torch.cuda.is_current_stream_capturing():
             return None
-        return current, machine.gpu_stream(current)
+        return current, machine.current_stream(current)
 
     def pool(self) -> Pool:
         """See `PoolingRecorder.pool`."""

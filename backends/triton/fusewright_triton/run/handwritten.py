@@ -266,7 +266,7 @@ class Kernel:
         except (KeyError, IndexError):  # the first of its kind, or other threads are using all of them
             bound = _bind(self.order(args, constants, options), args, target, device)
         bound.place(args)
-        stream = machine.gpu_stream(device)
+        stream = machine.current_stream(device)
         blocks = programs * options.get("num_ctas", 1)
         arguments = (bound.function, blocks, 1, 1, bound.threads, 1, 1, bound.shared, stream, bound.params, None)
         if bound.launch(*arguments):

@@ -148,7 +148,7 @@ class GpuLauncher:
         bound.pack(bound.memory, 0, *addresses, *scalars, *sizes)
         # keep it until the launches are queued; the allocator gives it only to later work of this stream
         workspace = self._place_parts(bound, known, tensors[0].device) if known.workspace else None
-        stream, launch = machine.gpu_stream(device), self._launch
+        stream, launch = machine.current_stream(device), self._launch
         for (function, threads, shared, name), programs in list(zip(bound.functions, known.programs, strict=True))[first:]:
             if programs:
                 arguments = (function, programs, 1, 1, threads, 1, 1, shared, stream, bound.params, None)
