@@ -1,8 +1,8 @@
 """Recording of plans that communicate: the pieces between collectives are recorded, the collectives are called.
 
 NCCL requires that all processes capture a collective or none does (its user guide, on graphs), but what is recorded, dropped or run
-as the plain plan each process decides by itself. So collectives are never captured: however a process runs a plan, it makes the same
-calls in the same order.
+as the plain plan each process decides by itself. So collectives are never captured: however a process runs a plan, it makes the
+same calls in the same order.
 """
 
 from __future__ import annotations
