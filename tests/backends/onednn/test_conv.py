@@ -167,6 +167,14 @@ def test_a_sequence_runs_as_images_of_height_one(dtype: torch.dtype, groups: int
     assert names.count(CONV) == 2 and not any("gelu" in n or "batch_norm" in n for n in names)
 
 
+def test_a_sequence_becomes_channels_last_in_a_kernel() -> None:
+    """Given planes, the operator would copy them itself, more slowly."""
+    g = Net()
+    x, weight = g.input(torch.randn(2, 8, 50)), g.weight(16, 8, 3)
+    y = g.op("conv", x, weight, None, [1], [1], [1], False, [0], 1)
+    assert targets(check(g, [y])) == [COPY, CONV, "aten::squeeze.dim", COPY]
+
+
 @needs_bf16
 def test_an_addition_rides_behind_a_convolution_of_a_sequence() -> None:
     g = Net(BF16)

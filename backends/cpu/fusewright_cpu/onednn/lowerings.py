@@ -433,11 +433,16 @@ def image_shape(shape: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def as_image(value: Value, b: Builder) -> Ref | None:
-    ref = b.any_strides(value)
-    if spec_of(value).rank == 4:
-        return ref
+    """Refer to [N, C, H, W] or [N, C, L] as two-dimensional images. Of fixed sizes, the latter become channels-last in a kernel:
+    the operator's own copy of images of height 1 takes two to three times as long."""
+    spec = b.spec(value)
+    if spec.rank == 4:
+        return b.any_strides(value)
+    usual = channels_last_of(spec.shape) if spec.static else spec.stride
+    if any(n != 1 and s != u for n, s, u in zip(spec.shape, spec.stride, usual, strict=True)):
+        return Ref(b.channels_last(b.append_op("unsqueeze", value, 2)).id)
     view = b.ctx.value(None)
-    b.call("aten::unsqueeze.default", ref, 2, out=view)
+    b.call("aten::unsqueeze.default", b.any_strides(value), 2, out=view)
     return Ref(view.id)
 
 
