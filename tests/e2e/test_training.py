@@ -78,6 +78,25 @@ def test_retain_graph_and_two_backwards() -> None:
         torch.testing.assert_close(a, b)
 
 
+def test_results_may_be_written_in_place() -> None:
+    """As SpecAugment does between two graphs. A product over sequences is a view of a matrix in our plans, not in eager."""
+    linear = torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 16))
+    rest = torch.nn.Parameter(torch.randn(16))
+
+    def f(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        y = torch.nn.functional.dropout(linear(x.transpose(1, 2)), 0.0)
+        torch._dynamo.graph_break()
+        y[mask] = rest
+        return y * 2
+
+    x, mask = torch.randn(2, 8, 6), torch.arange(12).view(2, 6) % 3 == 0
+    given = (rest, *linear.parameters())
+    wanted = torch.autograd.grad(f(x, mask).square().sum(), given)
+    fast = torch.compile(f, backend="x86_onednn")
+    for _ in range(3):
+        torch.testing.assert_close(torch.autograd.grad(fast(x, mask).square().sum(), given), wanted)
+
+
 def test_sparse_gradients() -> None:
     table = torch.nn.Embedding(20, 4, sparse=True)
     compiled = torch.compile(lambda i: table(i).sum(1), backend=BACKEND)

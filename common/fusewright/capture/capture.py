@@ -66,6 +66,8 @@ def through_aot(
             if untraced:
                 aten.meta[storage.UNTRACED] = untraced
             run = compile_graph(aten, phase, constants, mode)
+            if phase == "forward":
+                run = _bases(run, _made(aten, compat.forward_results()))
             run = storage.materializing(run, _unguarded(aten, phase, wrapped))
             run._boxed_call = True  # type: ignore[attr-defined]
             return run
@@ -80,6 +82,26 @@ def through_aot(
         inference=compiler("infer"),
         joint=before_cut,
     )
+
+
+def _made(aten: GraphModule, count: int) -> list[int]:
+    """Positions of the first `count` results that the graph makes; the others are its inputs."""
+    (output,) = aten.graph.find_nodes(op="output")
+    return [k for k, n in enumerate(output.args[0][:count]) if isinstance(n, Node) and n.op != "placeholder"]
+
+
+def _bases(run: Callable[[list[Any]], Any], places: Sequence[int]) -> Callable[[list[Any]], Any]:
+    """Wrap `run` so that no result at `places` is a view, as those of plans may be: autograd forbids writes to views that a custom
+    function, such as AOTAutograd's, returned."""
+
+    def call(args: list[Any]) -> Any:
+        results = list(run(args))
+        for k in places:
+            if isinstance(r := results[k], torch.Tensor) and r._is_view():
+                results[k] = r.detach()
+        return results
+
+    return call
 
 
 def _unguarded(aten: GraphModule, phase: Phase, wrapped: bool) -> list[int]:

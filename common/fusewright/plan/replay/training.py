@@ -26,7 +26,7 @@ from fusewright.plan.execute.opaque import mismatch
 from fusewright.plan.ir import Ref, Run, reads
 from fusewright.plan.replay.copies import CopiesIn, copied_out
 from fusewright.plan.replay.inference import OTHER_TENSORS, written_places
-from fusewright.plan.replay.obstacles import obstacle, plan_device
+from fusewright.plan.replay.obstacles import communicates, obstacle, plan_device
 from fusewright.plan.replay.pieces import Pieces, communicating, no_pieces
 from fusewright.plan.replay.recording import Recorded, shown
 
@@ -119,6 +119,7 @@ class Retained(Recorded[_Recording]):
         self._used = [k for k, i in enumerate(plan.inputs) if i in read]
         self._written = written_places(plan)
         self._fixed = handover.fixed
+        self._called = {r for i in plan.instructions if communicates(i) for r in reads(i)}
         self._places: list[int] | None = None
         self._sets: dict[tuple[Hashable, ...], _Set] = {}
         self._calls = self._recorded = self._misses = self._unused = 0
@@ -244,6 +245,8 @@ class Retained(Recorded[_Recording]):
     def _stays(self, position: int, x: torch.Tensor) -> bool:
         if position in self._written:  # of a copy the caller would see nothing
             return True
+        if self._fixed is None and self.plan.inputs[position] in self._called:  # the call would hold what forward saved
+            return False
         return x.numel() * x.element_size() >= SMALL if self._fixed is None else position in self._fixed
 
     def _give_up(self, why: str) -> None:

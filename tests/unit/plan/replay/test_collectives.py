@@ -15,6 +15,7 @@ from fusewright.graph.parser import parse
 from fusewright.graph.view import GraphIndex
 from fusewright.plan import memory
 from fusewright.plan.build import Plan, build
+from fusewright.plan.execute import codegen
 from fusewright.plan.inplace import reduced_in_place
 from fusewright.plan.ir import Call, Ref
 from fusewright.plan.replay import training as replay_of_training
@@ -209,6 +210,34 @@ def test_training_calls_each_collective_once_too(recorder: type[Recorder]) -> No
         assert CALLS == ["counted"] * 2
         torch.testing.assert_close(w.grad, expected)
     assert (device.recorded > 2) == (recorder is Device)
+
+
+def test_a_recording_does_not_hold_what_forward_saved_for_a_collective_of_backward() -> None:
+    """Sequence parallelism gathers saved activations in backward; forward is not replayed while somebody holds them."""
+
+    class Forgetful(Device):
+        def record(self, run: Callable[[], Any], warm: bool, shared: Any = True) -> tuple[Any, Callable[[], None]]:
+            self.recorded += 1
+            return run(), lambda: None
+
+    plan = planned(
+        """
+        %0: f32[64, 64] = input('saved')
+        %1: f32[64, 64] = input('gradient')
+        %2: f32[64, 64] = symm_mem.counted.default(%0)
+        %3: f32[64, 64] = exp(%2)
+        %4: f32[64, 64] = exp(%1)
+        %5: f32[64, 64] = add(%3, %4)
+        return [%5]
+        """
+    )
+    device, saved = Forgetful(), torch.randn(64, 64)
+    call = replay_of_training.retained(plan, {}, codegen.load(plan), device, print, replay_of_training.Handover())
+    storage = saved.untyped_storage()
+    before, gradient = compat.storage_uses(storage), torch.randn(64, 64)
+    for _ in range(3):
+        call([saved.detach(), gradient])
+    assert device.recorded == 1 and compat.storage_uses(storage) == before
 
 
 @torch.no_grad()
