@@ -23,7 +23,7 @@ import torch
 
 from fusewright.forms.spec import Pass
 from fusewright.interface import KernelCode, Recorder
-from fusewright.plan.build import Plan
+from fusewright.plan.build import Plan, written_values
 from fusewright.plan.execute import codegen
 from fusewright.plan.execute.prepare import Prepared
 from fusewright.plan.ir import Instruction, Ref, Run, reads
@@ -123,18 +123,23 @@ def written_places(plan: Plan) -> frozenset[int]:
 
 
 def _late(plan: Plan) -> set[int]:
-    """Positions of the instructions that make large results, and of all that depend on them. A collective keeps its place."""
+    """Positions of the instructions that make large results, and of all that depend on them. A collective keeps its place, and so
+    does what reads memory that a call overwrites."""
     if written_inputs(plan):
         return set()
     roots = roots_of(plan.instructions)
+    overwritten = {root for v in written_values(plan) for root in roots.get(v, {v})}
+
+    def movable(i: Instruction) -> bool:
+        return not communicates(i) and not any(overwritten & roots.get(r, {r}) for r in reads(i))
+
     results = [r.id for r in plan.outputs if isinstance(r, Ref)]
     late: set[int] = set()
     for v in dict.fromkeys(results):
         shared = any(roots[v] & roots[w] for w in results if w != v)
         if v in plan.specs and storage_bytes(plan.specs[v]) >= LARGE and not shared:
             more = late | _dependents(plan.instructions, roots[v])
-            movable = len(more) <= MOST_LATE and not any(communicates(plan.instructions[k]) for k in more)
-            late = more if movable else late
+            late = more if len(more) <= MOST_LATE and all(movable(plan.instructions[k]) for k in more) else late
     return late if len(plan.instructions) - len(late) >= FEWEST else set()
 
 

@@ -13,6 +13,7 @@ from fusewright.interface import HOST, TensorSpec
 from fusewright.plan.build import Plan, operator_of, written_values
 from fusewright.plan.ir import Call, CallPython, Instruction, Launch, Ref, reads, refs
 from fusewright.plan.memory import roots_of
+from fusewright.plan.vocabulary import WAIT
 
 FEWEST = 3
 """Plans with fewer instructions are not worth recording."""
@@ -35,6 +36,8 @@ def obstacle(plan: Plan, device: str, training: bool = False) -> str | None:
         return "an input is a number"
     if (pending := _pending(plan)) is not None:
         return f"what {pending} returns is read before anybody waits for it"
+    if _waits_for_an_input(plan):
+        return "it waits for a collective that was started elsewhere"
     made = {o for i in plan.instructions for o in i.outs}
     if any(not s.static for v, s in plan.specs.items() if v in made or v in plan.inputs):
         return "sizes are symbolic"
@@ -146,6 +149,13 @@ def _pending(plan: Plan) -> str | None:
     ready |= {r.id for r in plan.outputs if isinstance(r, Ref)}
     starts = (i for i in plan.instructions if isinstance(i, Call) and _starts(i.target))
     return next((i.target for i in starts if ready.intersection(i.outs)), None)
+
+
+def _waits_for_an_input(plan: Plan) -> bool:
+    """Whether a plan waits for one of its inputs, of which a recording has a copy that nobody waits for."""
+    waits = [i for i in plan.instructions if isinstance(i, Call) and i.target == WAIT]
+    roots = roots_of([i for i in plan.instructions if i in waits or not communicates(i)])
+    return any(roots.get(r, {r}) & set(plan.inputs) for i in waits for r in reads(i))
 
 
 def _starts(target: str) -> bool:

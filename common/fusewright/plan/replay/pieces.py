@@ -88,6 +88,11 @@ class Pieces:
         self._fixed = {v for piece in pieces if piece.recorded for v in (*piece.plan.inputs, *piece.outs)}
         self._fixed |= {r.id for r in plan.outputs}
 
+    @property
+    def held(self) -> set[int]:
+        """The values that the calls of a recording hold: what pieces read that are not recorded."""
+        return {v for piece, _ in self._pieces if not piece.recorded for v in piece.plan.inputs}
+
     def record(self, recorder: Recorder, given: Sequence[Any], shared: Any) -> tuple[Sequence[Any], Callable[[], None]]:
         """Record for the arguments `given`, whose memory every replay reads. Nothing runs, and no collective is called. Return the
         results, and a function that runs the plan once and refills them.
@@ -164,6 +169,8 @@ def communicating(plan: Plan) -> bool:
 
 def no_pieces(plan: Plan, recorder: Recorder) -> str | None:
     """Why a plan that communicates cannot be recorded in pieces, or None."""
-    if communicating(plan) and not isinstance(recorder, PoolingRecorder):
+    if not communicating(plan):
+        return None
+    if not isinstance(recorder, PoolingRecorder):
         return "it may wait for other processes, and the backend records no pieces"
-    return None
+    return None if any(p.recorded for p in pieces_of(plan)) else "too few instructions between collectives"

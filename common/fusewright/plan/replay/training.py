@@ -24,9 +24,10 @@ from fusewright.plan.build import Plan
 from fusewright.plan.execute import codegen
 from fusewright.plan.execute.opaque import mismatch
 from fusewright.plan.ir import Ref, Run, reads
+from fusewright.plan.memory import roots_of
 from fusewright.plan.replay.copies import CopiesIn, copied_out
 from fusewright.plan.replay.inference import OTHER_TENSORS, written_places
-from fusewright.plan.replay.obstacles import communicates, obstacle, plan_device
+from fusewright.plan.replay.obstacles import obstacle, plan_device
 from fusewright.plan.replay.pieces import Pieces, communicating, no_pieces
 from fusewright.plan.replay.recording import Recorded, shown
 
@@ -119,7 +120,8 @@ class Retained(Recorded[_Recording]):
         self._used = [k for k, i in enumerate(plan.inputs) if i in read]
         self._written = written_places(plan)
         self._fixed = handover.fixed
-        self._called = {r for i in plan.instructions if communicates(i) for r in reads(i)}
+        roots, held = roots_of(plan.instructions), self._pieces.held if self._pieces is not None else ()
+        self._called = {r for v in held for r in (v, *roots.get(v, ()))}
         self._places: list[int] | None = None
         self._sets: dict[tuple[Hashable, ...], _Set] = {}
         self._calls = self._recorded = self._misses = self._unused = 0

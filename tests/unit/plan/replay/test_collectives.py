@@ -17,7 +17,8 @@ from fusewright.plan import memory
 from fusewright.plan.build import Plan, build
 from fusewright.plan.execute import codegen
 from fusewright.plan.inplace import reduced_in_place
-from fusewright.plan.ir import Call, Ref
+from fusewright.plan.ir import Call, Ref, reads
+from fusewright.plan.replay import inference as replay_of_inference
 from fusewright.plan.replay import training as replay_of_training
 from fusewright.plan.replay.copies import flat
 from fusewright.plan.replay.obstacles import communicates, obstacle
@@ -213,7 +214,8 @@ def test_training_calls_each_collective_once_too(recorder: type[Recorder]) -> No
 
 
 def test_a_recording_does_not_hold_what_forward_saved_for_a_collective_of_backward() -> None:
-    """Sequence parallelism gathers saved activations in backward; forward is not replayed while somebody holds them."""
+    """Sequence parallelism gathers saved activations in backward, and short runs between collectives are called as well; forward is
+    not replayed while somebody holds what it saved."""
 
     class Forgetful(Device):
         def record(self, run: Callable[[], Any], warm: bool, shared: Any = True) -> tuple[Any, Callable[[], None]]:
@@ -224,11 +226,13 @@ def test_a_recording_does_not_hold_what_forward_saved_for_a_collective_of_backwa
         """
         %0: f32[64, 64] = input('saved')
         %1: f32[64, 64] = input('gradient')
-        %2: f32[64, 64] = symm_mem.counted.default(%0)
-        %3: f32[64, 64] = exp(%2)
-        %4: f32[64, 64] = exp(%1)
-        %5: f32[64, 64] = add(%3, %4)
-        return [%5]
+        %2: f32[64, 64] = symm_mem.counted.default(%1)
+        %3: f32[64, 64] = exp(%0)
+        %4: f32[64, 64] = symm_mem.counted.default(%3)
+        %5: f32[64, 64] = exp(%4)
+        %6: f32[64, 64] = exp(%2)
+        %7: f32[64, 64] = add(%5, %6)
+        return [%7]
         """
     )
     device, saved = Forgetful(), torch.randn(64, 64)
@@ -398,6 +402,35 @@ def test_an_all_reduce_overwrites_what_nobody_reads_later() -> None:
 def test_a_result_that_nobody_waited_for_keeps_a_plan_from_being_recorded() -> None:
     assert obstacle(reduced(), "cpu") is None
     assert "before anybody waits" in str(obstacle(reduced(wait="exp(%4)"), "cpu"))
+
+
+def test_what_reads_an_overwritten_operand_is_not_moved_behind_the_recording(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large results are made late; here that would be after the all-reduce wrote over what they are made of."""
+    monkeypatch.setattr(replay_of_inference, "LARGE", 64)
+    plan = reduced_in_place(build(GraphIndex(parse(LATE), frozenset(), "infer"), (), ()))
+    assert OVERWRITING_ALL_REDUCE in [i.target for i in plan.instructions if isinstance(i, Call)]
+    late = replay_of_inference._late(plan)
+    assert not late.intersection({k for k, i in enumerate(plan.instructions) if 2 in reads(i)})
+
+
+LATE = """
+    %0: f32[4, 4] = input('x')
+    %1: f32[4, 4] = exp(%0)
+    %2: f32[4, 4] = relu(%1)
+    %3: f32[4, 4] = exp(%1)
+    %4: f32[4, 4] = _c10d_functional.all_reduce.default(%1, 'sum', '0')
+    %5: f32[4, 4] = _c10d_functional.wait_tensor.default(%4)
+    %6: f32[4, 4] = exp(%5)
+    return [%2, %3, %6]
+"""
+
+
+def test_a_plan_that_waits_for_its_input_is_not_recorded() -> None:
+    """A recording has a copy of the input, for which nobody waits."""
+    lines = ["%0: f32[4] = input('x')", "%1: f32[4] = _c10d_functional.wait_tensor.default(%0)", "%2: f32[4] = exp(%1)"]
+    text = "\n".join([*lines, "%3: f32[4] = relu(%2)", "return [%3]"])
+    plan = build(GraphIndex(parse(text), frozenset(), "infer"), (), ())
+    assert obstacle(plan, "cpu") == "it waits for a collective that was started elsewhere"
 
 
 def test_an_overwritten_operand_is_the_result() -> None:
