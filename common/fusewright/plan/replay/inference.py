@@ -184,8 +184,8 @@ class Replayed(Recorded[_Recording]):
         super().__init__(run, recorder, plan_device(plan, recorder.device_type), tell)
         self.plan, self.parts = plan, DIVIDE(plan, {h: code.kernel for h, code in kernels.items()})
         self.cache = codegen.prepared_of(run)
-        self._head = codegen.load(self.parts.head, kernels)
         self._pieces = Pieces(self.parts.head, kernels) if communicating(plan) else None
+        self._head = codegen.load(self.parts.head, kernels) if self._pieces is None else run
         self._tail = codegen.load(self.parts.tail, kernels) if self.parts.tail else None
         self._fixed = picker(self.parts.fixed)
         self._passed = passed_on(plan)

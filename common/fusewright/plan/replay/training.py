@@ -114,8 +114,8 @@ class Retained(Recorded[_Recording]):
         self._kept = {v: k for k, v in enumerate(wanted)}
         self._given = {i: k for k, i in enumerate(plan.inputs)}
         body = replace(plan, outputs=tuple(map(Ref, wanted)))
-        self._body = codegen.load(body, kernels)
         self._pieces = Pieces(body, kernels) if communicating(plan) else None
+        self._body = codegen.load(body, kernels) if self._pieces is None else run
         read = {r for i in plan.instructions for r in reads(i)}
         self._used = [k for k, i in enumerate(plan.inputs) if i in read]
         self._written = written_places(plan)
