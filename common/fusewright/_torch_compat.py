@@ -86,8 +86,7 @@ def static_input_indices() -> frozenset[int]:
     """Positions of parameters and buffers among the inputs of the graph that AOTAutograd is compiling; empty if unknown."""
     from torch._guards import TracingContext
 
-    context = TracingContext.try_get()
-    meta = getattr(context, "fw_metadata", None)
+    meta = getattr(TracingContext.try_get(), "fw_metadata", None)
     return frozenset(getattr(meta, "static_input_indices", None) or ())
 
 
@@ -117,8 +116,7 @@ def shape_env_of(gm: GraphModule) -> Any | None:
 
 def assumed_sizes(gm: GraphModule) -> str:
     """What tracing knows of symbolic sizes, as text: ranges and guards. Code may rely on all of it; "" for static graphs."""
-    env = shape_env_of(gm)
-    if env is None:
+    if (env := shape_env_of(gm)) is None:
         return ""
     ranges = sorted(f"{symbol} in {r.lower}..{r.upper}" for symbol, r in env.var_to_range.items())
     guards = sorted(str(g.expr) for g in env.guards)
@@ -698,8 +696,7 @@ def forward_results() -> int:
     """How many results of the forward graph that AOTAutograd is compiling are not saved for backward; they come first."""
     from torch._guards import TracingContext
 
-    context = TracingContext.try_get()
-    meta = getattr(context, "fw_metadata", None)
+    meta = getattr(TracingContext.try_get(), "fw_metadata", None)
     return int(getattr(meta, "num_forward", 0) or 0)
 
 
@@ -741,13 +738,15 @@ def clear_workspaces() -> None:
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 """The index of the current GPU, without a Python frame."""
 
-
-def _current_stream(index: int) -> int:
-    return torch.cuda.current_stream(index).cuda_stream
-
-
-current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _current_stream)
+current_stream: Callable[[int], int] = getattr(
+    torch._C, "_cuda_getCurrentRawStream", lambda k: torch.cuda.current_stream(k).cuda_stream
+)
 """The handle of a GPU's current stream, by GPU index, without allocating an object."""
+
+empty_strided_on_gpu: Callable[..., torch.Tensor] = getattr(
+    torch._C._dynamo.guards, "_empty_strided_cuda", lambda n, s, dtype: torch.empty_strided(n, s, dtype=dtype, device="cuda")
+)
+"""Allocate sizes, strides and a dtype on the current GPU, without the dispatcher."""
 
 
 @contextlib.contextmanager

@@ -41,7 +41,7 @@ def _operator(schema: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
         op = schema.partition("(")[0]
         for key in ("CPU", "MkldnnCPU"):  # oneDNN's packed weights dispatch as MkldnnCPU
             _library.impl(op, run, key)
-        call_directly(name(op), run)
+        call_directly(name(op), lambda: run)
         return run
 
     return define

@@ -43,13 +43,13 @@ class Call:
     """The op of the graph that this instruction implements, for reports."""
 
 
-DIRECT: dict[str, Callable[..., Any]] = {}
-"""Python operators that plans call directly, by name. Through torch's dispatcher, boxing and unboxing twenty arguments takes 10
-us."""
+DIRECT: dict[str, Callable[[], Callable[..., Any]]] = {}
+"""Python operators that plans call directly, by name: what a plan that is being loaded will call. Through torch's dispatcher,
+boxing and unboxing twenty arguments takes 10 us."""
 
 
-def call_directly(target: str, run: Callable[..., Any]) -> None:
-    """Make plans call `run` directly for an operator whose only kernel it is."""
+def call_directly(target: str, run: Callable[[], Callable[..., Any]]) -> None:
+    """Make plans call the function that `run` returns when they are loaded, for an operator whose only kernel it is."""
     DIRECT[target] = run
 
 

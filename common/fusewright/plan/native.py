@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -39,11 +40,23 @@ def device_launch(driver: int, errors: int) -> Any | None:
     return None if core is None else core.Device(driver, errors, compat.current_device, compat.current_stream)
 
 
+def call_cache(run: Callable[..., Any], trace: Callable[..., Any], launch: int, encode: int) -> Callable[..., Any] | None:
+    """`run`, whose repeated calls skip Python: `trace` tells once for each layout of the arguments what a call does. `launch` and
+    `encode` are addresses of the driver's functions. None without the extension. See `call_cache.h` of the extension."""
+    core = extension()
+    if core is None:
+        return None
+    made: Callable[..., Any] = core.call_cache(
+        run, trace, compat.empty_strided_on_gpu, compat.current_device, compat.current_stream, launch, encode
+    )
+    return made
+
+
 @functools.cache
 def _load() -> tuple[Any | None, str | None]:
     try:
         module = importlib.import_module(_EXTENSION)
-        module.bind_tensors(torch.Tensor, without_memory)
+        module.bind_tensors(torch.Tensor, torch.nn.Parameter, without_memory)
     except ModuleNotFoundError as e:
         if e.name not in (_EXTENSION, _EXTENSION.partition(".")[0]):
             raise

@@ -43,7 +43,8 @@ def function_of(target: str) -> Callable[..., Any]:
     if found is not None:
         return found
     operator = overload_of(target)
-    return DIRECT.get(target) or _UNBOXED.get(target) or compat.bound_op(operator)
+    direct = DIRECT.get(target)
+    return direct() if direct is not None else _UNBOXED.get(target) or compat.bound_op(operator)
 
 
 _UNBOXED: Mapping[str, Callable[..., Any]] = {"aten::convolution.default": torch.convolution}

@@ -16,11 +16,9 @@ struct Object {
 PyTypeObject* type = nullptr;
 
 PyObject* enter(PyObject* self, PyObject* const* args, std::size_t flags, PyObject* keywords) {
-  if (keywords && PyTuple_GET_SIZE(keywords)) {
-    PyErr_SetString(PyExc_TypeError, "it takes no keyword arguments");
-    return nullptr;
-  }
-  return reinterpret_cast<Object*>(self)->body->call(args, PyVectorcall_NARGS(flags));
+  Body* body = reinterpret_cast<Object*>(self)->body;
+  bool named = keywords && PyTuple_GET_SIZE(keywords);
+  return named ? body->call_with(args, PyVectorcall_NARGS(flags), keywords) : body->call(args, PyVectorcall_NARGS(flags));
 }
 
 void destroy(PyObject* self) {
@@ -48,6 +46,11 @@ PyType_Spec spec = {
 };
 
 }  // namespace
+
+PyObject* Body::call_with(PyObject* const*, Py_ssize_t, PyObject*) {
+  PyErr_SetString(PyExc_TypeError, "it takes no keyword arguments");
+  return nullptr;
+}
 
 PyObject* make_type() {
   type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));

@@ -2,6 +2,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include "call_cache.h"
 #include "device.h"
 #include "launch.h"
 #include "tensor.h"
@@ -37,12 +38,16 @@ class Device {
 
 PYBIND11_MODULE(_core, m) {
   m.attr("Call") = py::reinterpret_steal<py::object>(make_type());
-  m.def("bind_tensors", [](const py::object& tensor_class, const py::object& without_memory) {
-    if (!bind_tensors(tensor_class.ptr(), without_memory.ptr())) throw py::error_already_set();
+  m.def("bind_tensors", [](const py::object& tensor_class, const py::object& parameter_class, const py::object& without_memory) {
+    if (!bind_tensors(tensor_class.ptr(), parameter_class.ptr(), without_memory.ptr())) throw py::error_already_set();
   });
   m.def("launch", [](std::uintptr_t kernel, std::vector<std::int32_t> places) {
     return callable(launch(kernel, std::move(places)));
   });
+  m.def("call_cache", [](const py::object& run, const py::object& trace, const py::object& empty, const py::object& device,
+                         const py::object& stream, std::uintptr_t launch, std::uintptr_t encode) {
+    return callable(call_cache(run.ptr(), trace.ptr(), {empty.ptr(), device.ptr(), stream.ptr(), launch, encode}));
+  }, py::arg("run"), py::arg("trace"), py::arg("empty"), py::arg("device"), py::arg("stream"), py::arg("launch"), py::arg("encode"));
   m.def("watch", [](const py::object& tensors) { return callable(watch(tensors.ptr())); });
   m.def("words", [](const std::vector<std::pair<std::uintptr_t, int>>& places) { return callable(words(places)); });
   py::class_<Device>(m, "Device")

@@ -6,13 +6,14 @@ namespace fusewright::native {
 namespace {
 
 PyTypeObject* tensors = nullptr;
-PyObject* on_null = nullptr;
+PyObject *parameters = nullptr, *on_null = nullptr, *nothing = nullptr;  // the last: an empty tuple
 
 // A member of the class, and its C function if calling that is equivalent.
 struct Member {
   PyObject* name = nullptr;
   PyObject* found = nullptr;
   PyCFunction method = nullptr;
+  PyCFunctionWithKeywords general = nullptr;
   getter get = nullptr;
   void* closure = nullptr;
 
@@ -20,26 +21,43 @@ struct Member {
     name = PyUnicode_InternFromString(text);
     found = name ? PyObject_GetAttr(reinterpret_cast<PyObject*>(tensors), name) : nullptr;
     if (!found) return false;
-    method = nullptr, get = nullptr;
+    method = nullptr, general = nullptr, get = nullptr;
     if (Py_IS_TYPE(found, &PyMethodDescr_Type)) {
       PyMethodDef* def = reinterpret_cast<PyMethodDescrObject*>(found)->d_method;
       if (def->ml_flags == METH_NOARGS) method = def->ml_meth;
+      if (def->ml_flags == (METH_VARARGS | METH_KEYWORDS))
+        general = reinterpret_cast<PyCFunctionWithKeywords>(reinterpret_cast<void (*)()>(def->ml_meth));
     } else if (Py_IS_TYPE(found, &PyGetSetDescr_Type)) {
       PyGetSetDef* def = reinterpret_cast<PyGetSetDescrObject*>(found)->d_getset;
       get = def->get, closure = def->closure;
     }
     return true;
   }
-  PyObject* called(PyObject* t) const { return method ? method(t, nullptr) : PyObject_CallMethodNoArgs(t, name); }
+  PyObject* called(PyObject* t) const {
+    return method ? method(t, nullptr) : general ? general(t, nothing, nullptr) : PyObject_CallMethodNoArgs(t, name);
+  }
   PyObject* read(PyObject* t) const { return get ? get(t, closure) : PyObject_GetAttr(t, name); }
 };
 
-Member data_ptr, version, get_device;
+Member data_ptr, version, get_device, dtype, shape, stride;
 
 bool taken(PyObject* number, std::int64_t* value) {
   if (!number) return false;
   bool good = integer_of(number, value);
   Py_DECREF(number);
+  return good;
+}
+
+// Append a tuple of integers, and take it.
+bool append(PyObject* sizes, std::vector<std::int64_t>* words) {
+  bool good = sizes && PyTuple_Check(sizes);
+  for (Py_ssize_t k = 0; good && k < PyTuple_GET_SIZE(sizes); ++k) {
+    std::int64_t size = 0;
+    good = integer_of(PyTuple_GET_ITEM(sizes, k), &size);
+    words->push_back(size);
+  }
+  if (!good && !PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "sizes are no tuple");
+  Py_XDECREF(sizes);
   return good;
 }
 
@@ -50,14 +68,36 @@ bool refuse(PyObject* x) {
 
 }  // namespace
 
-bool bind_tensors(PyObject* tensor_class, PyObject* without_memory) {
+bool bind_tensors(PyObject* tensor_class, PyObject* parameter_class, PyObject* without_memory) {
   if (!PyType_Check(tensor_class)) {
     PyErr_SetString(PyExc_TypeError, "the class of tensors was expected");
     return false;
   }
-  Py_INCREF(tensor_class), Py_INCREF(without_memory);
-  tensors = reinterpret_cast<PyTypeObject*>(tensor_class), on_null = without_memory;
-  return data_ptr.bind("data_ptr") && version.bind("_version") && get_device.bind("get_device");
+  nothing = PyTuple_New(0);
+  if (!nothing) return false;
+  Py_INCREF(tensor_class), Py_INCREF(parameter_class), Py_INCREF(without_memory);
+  tensors = reinterpret_cast<PyTypeObject*>(tensor_class), parameters = parameter_class, on_null = without_memory;
+  return data_ptr.bind("data_ptr") && version.bind("_version") && get_device.bind("get_device") && dtype.bind("dtype") &&
+         shape.bind("shape") && stride.bind("stride");
+}
+
+bool is_plain_tensor(PyObject* x) {
+  auto* type = reinterpret_cast<PyObject*>(Py_TYPE(x));
+  return type == reinterpret_cast<PyObject*>(tensors) || type == parameters;
+}
+
+bool append_layout(PyObject* tensor, std::int64_t* device, std::vector<std::int64_t>* words) {
+  if (!device_of(tensor, device)) return false;
+  PyObject* type = dtype.read(tensor);
+  if (!type) return false;
+  words->push_back(reinterpret_cast<std::intptr_t>(type));  // torch keeps one object for each
+  Py_DECREF(type);
+  words->push_back(*device);
+  std::size_t rank = words->size();
+  words->push_back(0);
+  if (!append(shape.read(tensor), words)) return false;
+  (*words)[rank] = static_cast<std::int64_t>(words->size() - rank) - 1;
+  return append(stride.called(tensor), words);
 }
 
 bool is_tensor(PyObject* x) { return tensors && PyObject_TypeCheck(x, tensors); }

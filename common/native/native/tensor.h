@@ -5,12 +5,13 @@
 #include <Python.h>
 
 #include <cstdint>
+#include <vector>
 
 namespace fusewright::native {
 
-// Set the tensor class, and `without_memory(tensor)`, which returns a replacement for a null address or raises. False with an error
-// set.
-bool bind_tensors(PyObject* tensor_class, PyObject* without_memory);
+// Set the classes of tensors and of parameters, and `without_memory(tensor)`, which returns a replacement for a null address or
+// raises. False with an error set.
+bool bind_tensors(PyObject* tensor_class, PyObject* parameter_class, PyObject* without_memory);
 
 bool is_tensor(PyObject* x);
 
@@ -22,6 +23,12 @@ bool raw_address_of(PyObject* tensor, std::int64_t* address);
 
 // The index of the tensor's device, -1 on the host.
 bool device_of(PyObject* tensor, std::int64_t* device);
+
+// Append what a tensor's memory looks like: dtype, device (also stored in `device`), sizes and strides. False with an error set.
+bool append_layout(PyObject* tensor, std::int64_t* device, std::vector<std::int64_t>* words);
+
+// Whether the object is of the tensor class itself, or of its class for parameters.
+bool is_plain_tensor(PyObject* x);
 
 bool version_of(PyObject* tensor, std::int64_t* version);
 

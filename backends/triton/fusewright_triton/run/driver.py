@@ -62,13 +62,13 @@ class Driver:
     ) -> None:
         """Write to `to` the descriptor of a matrix of any rank, dense in its last dimension. `how` comes from the compiler: the
         block of one transfer, the swizzle and the type. Reads beyond the matrix give zeros."""
+        element, sizes, steps, block, swizzle = encoding(shape, stride, how)
         rank = len(shape)
         wide, narrow = ctypes.c_uint64 * rank, ctypes.c_uint32 * rank
         self.call(
             f"describe {tuple(shape)} of strides {tuple(stride)} by {how}", self.lib.cuTensorMapEncodeTiled,
-            ctypes.c_void_p(to), _ELEMENTS.get(how["elem_type"], how["elem_type"]), rank, ctypes.c_void_p(address),
-            wide(*reversed(shape)), wide(*(s * how["elem_size"] for s in reversed(stride[:-1]))),
-            narrow(*reversed(how["block_size"])), narrow(*[1] * rank), 0, how["swizzle"], _L2_128_BYTES, 0,
+            ctypes.c_void_p(to), element, rank, ctypes.c_void_p(address), wide(*sizes), wide(*steps), narrow(*block),
+            narrow(*[1] * rank), 0, swizzle, _L2_128_BYTES, 0,
         )  # fmt: skip
 
     def stream(self) -> int:
@@ -94,6 +94,10 @@ class Driver:
     def launch_address(self) -> int:
         """Return the address of the launcher's function, for callers that do without ctypes."""
         return ctypes.cast(self._launch, ctypes.c_void_p).value or 0
+
+    def encode_address(self) -> int:
+        """Return the address of the function that `describe` calls; 0 where there are no descriptors."""
+        return ctypes.cast(self.lib.cuTensorMapEncodeTiled, ctypes.c_void_p).value or 0 if self.kind == "cuda" else 0
 
     def relaunch(self, name: str, *arguments: Any) -> None:
         """Retry a launch that failed. Raise `DriverError` when it fails again."""
@@ -131,6 +135,15 @@ class Driver:
             self.lib.hipGetErrorString.restype = ctypes.c_char_p
             words = self.lib.hipGetErrorString(code)
         return DriverError(f"cannot {what}: {(words or b'unknown').decode()} ({code})")
+
+
+def encoding(
+    shape: Sequence[int], stride: Sequence[int], how: Mapping[str, Any]
+) -> tuple[int, list[int], list[int], list[int], int]:
+    """Return a descriptor's type, sizes, strides in bytes (all but the first), block and swizzle, the innermost dimension first."""
+    steps = [s * how["elem_size"] for s in reversed(stride[:-1])]
+    element = _ELEMENTS.get(how["elem_type"], how["elem_type"])
+    return element, list(reversed(shape)), steps, list(reversed(how["block_size"])), how["swizzle"]
 
 
 _NAMES = {

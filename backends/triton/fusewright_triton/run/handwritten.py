@@ -29,11 +29,13 @@ import torch
 
 from fusewright import machine
 from fusewright.errors import BackendCrashError
+from fusewright.plan.ir import call_directly
 from fusewright.strict import is_strict
 from fusewright.toolkit.ir.types import from_torch
 from fusewright_triton.build import binaries, workers
 from fusewright_triton.build.binaries import Binary
 from fusewright_triton.emit.operators import SIGNATURE
+from fusewright_triton.run import call_cache
 from fusewright_triton.run.bound import Bound, TensorDescriptor, bind
 from fusewright_triton.run.driver import driver
 from fusewright_triton.target import Target
@@ -271,6 +273,8 @@ class Kernel:
         arguments = (bound.function, blocks, 1, 1, bound.threads, 1, 1, bound.shared, stream, bound.params, None)
         if bound.launch(*arguments):
             driver(target.triton).relaunch(self.function, *arguments)
+        if (trace := call_cache.active()) is not None:
+            trace.launched(bound, blocks, args)
         if len(_bound) >= MOST_BOUND:
             _bound.clear()
         _bound.setdefault(key, []).append(bound)
@@ -353,3 +357,4 @@ def operator(schema: str, run: Callable[..., Any], meta: Callable[..., Any]) -> 
     own.impl(name, meta, "Meta")
     _libraries.append(own)  # its definitions live as long as it does
     OPERATORS[f"{NAMESPACE}::{name}.default"] = run
+    call_directly(f"{NAMESPACE}::{name}.default", functools.partial(call_cache.cached, run))

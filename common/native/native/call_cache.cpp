@@ -1,0 +1,279 @@
+#include "call_cache.h"
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "tensor.h"
+
+namespace fusewright::native {
+namespace {
+
+namespace py = pybind11;
+
+using Launch = int (*)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**, void**);
+using Encode = int (*)(void*, int, std::uint32_t, void*, const std::uint64_t*, const std::uint64_t*, const std::uint32_t*,
+                       const std::uint32_t*, int, int, int, int);
+
+constexpr std::size_t MOST_KEYS = 1024;   // layouts that are remembered
+constexpr std::size_t MOST_BYTES = 4096;  // of a launch's arguments
+constexpr std::size_t MOST_TENSORS = 32, MOST_PARAMETERS = 128;
+constexpr std::size_t DESCRIPTOR = 128, MOST_DESCRIPTORS = 256;  // bytes of one, and how many each argument keeps
+constexpr int L2_128_BYTES = 2;
+
+using Key = std::vector<std::int64_t>;
+
+struct Hash {
+  std::size_t operator()(const Key& key) const {
+    std::uint64_t h = 0x9e3779b97f4a7c15u;
+    for (std::int64_t word : key) h = (h ^ static_cast<std::uint64_t>(word)) * 0xff51afd7ed558ccdu, h ^= h >> 32;
+    return h;
+  }
+};
+
+// The arguments of a call as words, with the addresses of its tensors.
+struct Arguments {
+  Key key;
+  std::int64_t addresses[MOST_TENSORS];
+  std::size_t tensors = 0;
+  std::int64_t device = -1;
+
+  // False if a value is of a kind that no key can hold; an error may be set.
+  bool add(PyObject* x) {
+    if (is_plain_tensor(x)) return add_tensor(x);
+    if (x == Py_None) return key.push_back('N'), true;
+    if (PyBool_Check(x)) return key.push_back(x == Py_True ? 'T' : 'F'), true;
+    if (PyLong_CheckExact(x)) return add_integer(x);
+    if (PyFloat_CheckExact(x)) {
+      double d = PyFloat_AS_DOUBLE(x);
+      return add_bytes('f', reinterpret_cast<const char*>(&d), sizeof d);
+    }
+    if (PyUnicode_CheckExact(x)) {
+      Py_ssize_t length;
+      const char* text = PyUnicode_AsUTF8AndSize(x, &length);
+      return text && add_bytes('s', text, static_cast<std::size_t>(length));
+    }
+    if (!PyList_CheckExact(x) && !PyTuple_Check(x)) return false;
+    key.push_back('['), key.push_back(PySequence_Fast_GET_SIZE(x));
+    for (Py_ssize_t k = 0; k < PySequence_Fast_GET_SIZE(x); ++k)
+      if (PyObject* item = PySequence_Fast_GET_ITEM(x, k); is_tensor(item) || !add(item)) return false;
+    return true;
+  }
+
+ private:
+  bool add_integer(PyObject* x) {
+    int overflow;
+    key.push_back('i'), key.push_back(PyLong_AsLongLongAndOverflow(x, &overflow));
+    return !overflow;
+  }
+  bool add_bytes(char kind, const char* bytes, std::size_t count) {
+    key.push_back(kind), key.push_back(static_cast<std::int64_t>(count));
+    for (std::size_t k = 0; k < count; k += 8) {
+      std::int64_t word = 0;
+      std::memcpy(&word, bytes + k, std::min<std::size_t>(8, count - k));
+      key.push_back(word);
+    }
+    return true;
+  }
+  // Kernels assume the alignment of addresses, so it belongs to the key; an empty or freed tensor is left to Python.
+  bool add_tensor(PyObject* x) {
+    std::int64_t on, address;
+    key.push_back('t');
+    if (tensors == MOST_TENSORS || !append_layout(x, &on, &key) || !raw_address_of(x, &address) || !address) return false;
+    key.push_back(address & 15);
+    if (tensors && on != device) return false;
+    device = on;
+    addresses[tensors++] = address;
+    return true;
+  }
+};
+
+struct Allocation {
+  py::object size, stride, dtype;
+};
+
+// An argument that is a tensor descriptor, with those that were encoded for earlier addresses.
+struct Descriptor {
+  Encoding how;
+  std::map<std::int64_t, std::array<char, DESCRIPTOR>> encoded;
+
+  bool place(char* to, std::int64_t address, std::uintptr_t encode) {
+    auto found = encoded.find(address);
+    if (found == encoded.end()) {
+      const auto& [pointer, type, sizes, strides, block, swizzle] = how;
+      std::vector<std::uint32_t> ones(sizes.size(), 1);
+      if (!encode || reinterpret_cast<Encode>(encode)(to, type, static_cast<std::uint32_t>(sizes.size()),
+                                                      reinterpret_cast<void*>(address), sizes.data(), strides.data(), block.data(),
+                                                      ones.data(), 0, swizzle, L2_128_BYTES, 0))
+        return false;
+      if (encoded.size() >= MOST_DESCRIPTORS) encoded.clear();
+      std::memcpy(encoded[address].data(), to, DESCRIPTOR);
+      return true;
+    }
+    std::memcpy(to, found->second.data(), DESCRIPTOR);
+    return true;
+  }
+};
+
+struct Step {
+  LaunchStep what;
+  std::vector<Descriptor> descriptors;
+};
+
+struct Program {
+  std::int64_t device;
+  std::vector<Allocation> made;
+  std::vector<Step> steps;
+  std::size_t result;
+};
+
+// `told` is the tuple of `call_cache`. Null if it exceeds what a call can hold.
+std::shared_ptr<Program> program_of(const py::tuple& told) {
+  auto p = std::make_shared<Program>();
+  p->device = told[0].cast<std::int64_t>(), p->result = told[3].cast<std::size_t>();
+  for (py::handle a : told[1]) {
+    auto parts = py::reinterpret_borrow<py::tuple>(a);
+    p->made.push_back({parts[0], parts[1], parts[2]});
+  }
+  for (py::handle s : told[2]) {
+    Step step{s.cast<LaunchStep>(), {}};
+    for (const Encoding& e : std::get<7>(step.what)) step.descriptors.push_back({e, {}});
+    if (std::get<4>(step.what).size() > MOST_BYTES || std::get<5>(step.what).size() > MOST_PARAMETERS) return nullptr;
+    p->steps.push_back(std::move(step));
+  }
+  return p->made.size() <= MOST_TENSORS && p->result < p->made.size() ? p : nullptr;
+}
+
+bool number(PyObject* made, std::int64_t* value) {
+  bool good = made && integer_of(made, value);
+  Py_XDECREF(made);
+  return good;
+}
+
+class CallCache : public Body {
+ public:
+  CallCache(PyObject* run, PyObject* trace, const Runtime& runtime) : run_(run), trace_(trace), runtime_(runtime) {
+    for (PyObject* held : {run_, trace_, runtime_.empty, runtime_.device, runtime_.stream}) Py_INCREF(held);
+  }
+  ~CallCache() override {
+    for (PyObject* held : {run_, trace_, runtime_.empty, runtime_.device, runtime_.stream}) Py_DECREF(held);
+  }
+
+  PyObject* call(PyObject* const* args, Py_ssize_t count) override { return call_with(args, count, nullptr); }
+
+  PyObject* call_with(PyObject* const* args, Py_ssize_t count, PyObject* keywords) override {
+    Arguments given;
+    Py_ssize_t named = keywords ? PyTuple_GET_SIZE(keywords) : 0;
+    given.key.reserve(64);
+    bool known = true;
+    for (Py_ssize_t k = 0; known && k < count + named; ++k)
+      known = (k < count || given.add(PyTuple_GET_ITEM(keywords, k - count))) && given.add(args[k]);
+    PyErr_Clear();  // Python runs into the same error
+    auto plain = [&](PyObject* f) { return PyObject_Vectorcall(f, args, static_cast<std::size_t>(count), keywords); };
+    if (!known || !given.tensors) return plain(run_);
+    auto found = entries_.find(given.key);
+    if (found == entries_.end()) {
+      if (entries_.size() >= MOST_KEYS) entries_.clear();
+      entries_.emplace(std::move(given.key), Entry{});
+      return plain(run_);
+    }
+    Entry& entry = found->second;
+    if (!entry.traced) {
+      entry.traced = true;
+      return traced(given.key, plain(trace_));
+    }
+    std::shared_ptr<Program> program = entry.program;  // Python code in between may clear the entries
+    PyObject* result = program ? execute(*program, given) : nullptr;
+    if (result) return result;
+    PyErr_Clear();
+    return plain(run_);
+  }
+
+ private:
+  struct Entry {
+    bool traced = false;
+    std::shared_ptr<Program> program;
+  };
+
+  // Keep what a traced call says, and return its result.
+  PyObject* traced(const Key& key, PyObject* answer) {
+    if (!answer) return nullptr;
+    try {
+      auto both = py::reinterpret_steal<py::tuple>(answer);
+      if (auto entry = entries_.find(key); entry != entries_.end() && !both[1].is_none())
+        entry->second.program = program_of(py::reinterpret_borrow<py::tuple>(both[1]));
+      return py::object(both[0]).release().ptr();
+    } catch (py::error_already_set& error) {
+      error.restore();
+    } catch (const std::exception& error) {
+      PyErr_SetString(PyExc_RuntimeError, error.what());
+    }
+    return nullptr;
+  }
+
+  // Null, maybe with an error set, if Python must do it.
+  PyObject* execute(Program& p, const Arguments& given) {
+    std::int64_t current, stream;
+    if (given.device != p.device || !number(PyObject_CallNoArgs(runtime_.device), &current) || current != p.device) return nullptr;
+    PyObject* index = PyLong_FromLongLong(p.device);
+    bool good = index && number(PyObject_CallOneArg(runtime_.stream, index), &stream);
+    Py_XDECREF(index);
+    PyObject* made[MOST_TENSORS];
+    std::int64_t addresses[MOST_TENSORS];
+    std::size_t count = 0;
+    for (; good && count < p.made.size(); ++count) {
+      const Allocation& a = p.made[count];
+      PyObject* how[] = {a.size.ptr(), a.stride.ptr(), a.dtype.ptr()};
+      made[count] = PyObject_Vectorcall(runtime_.empty, how, 3, nullptr);
+      if (!made[count]) {
+        good = false;
+        break;
+      }
+      good = raw_address_of(made[count], addresses + count);
+    }
+    for (std::size_t k = 0; good && k < p.steps.size(); ++k) good = launch(p.steps[k], given.addresses, addresses, stream);
+    PyObject* result = good ? Py_NewRef(made[p.result]) : nullptr;
+    while (count) Py_DECREF(made[--count]);  // their memory is reused in the order of the stream
+    return result;
+  }
+
+  bool launch(Step& step, const std::int64_t* arguments, const std::int64_t* made, std::int64_t stream) const {
+    auto& [function, blocks, threads, shared, filled, places, pointers, encodings] = step.what;
+    auto address = [&](const Pointer& p) {
+      auto [source, delta, at] = p;
+      return (source < 0 ? made[-1 - source] : arguments[source]) + delta;
+    };
+    alignas(DESCRIPTOR) char memory[MOST_BYTES];
+    std::memcpy(memory, filled.data(), filled.size());
+    for (const Pointer& p : pointers) {
+      std::int64_t value = address(p);
+      std::memcpy(memory + std::get<2>(p), &value, sizeof value);
+    }
+    for (Descriptor& d : step.descriptors) {
+      const Pointer& p = std::get<0>(d.how);
+      if (!d.place(memory + std::get<2>(p), address(p), runtime_.encode)) return false;
+    }
+    void* parameters[MOST_PARAMETERS];
+    for (std::size_t k = 0; k < places.size(); ++k) parameters[k] = memory + places[k];
+    int refused;
+    Py_BEGIN_ALLOW_THREADS
+    refused = reinterpret_cast<Launch>(runtime_.launch)(reinterpret_cast<void*>(function), blocks, 1, 1, threads, 1, 1, shared,
+                                                        reinterpret_cast<void*>(stream), parameters, nullptr);
+    Py_END_ALLOW_THREADS
+    return !refused;
+  }
+
+  PyObject *run_, *trace_;
+  Runtime runtime_;
+  std::unordered_map<Key, Entry, Hash> entries_;
+};
+
+}  // namespace
+
+std::unique_ptr<Body> call_cache(PyObject* run, PyObject* trace, const Runtime& runtime) {
+  return std::make_unique<CallCache>(run, trace, runtime);
+}
+
+}  // namespace fusewright::native
