@@ -48,7 +48,9 @@ PYBIND11_MODULE(_core, m) {
                          const py::object& stream, std::uintptr_t launch, std::uintptr_t encode) {
     return callable(call_cache(run.ptr(), trace.ptr(), {empty.ptr(), device.ptr(), stream.ptr(), launch, encode}));
   }, py::arg("run"), py::arg("trace"), py::arg("empty"), py::arg("device"), py::arg("stream"), py::arg("launch"), py::arg("encode"));
-  m.def("watch", [](const py::object& tensors) { return callable(watch(tensors.ptr())); });
+  m.def("watch", [](const py::object& arguments, const std::vector<Py_ssize_t>& places, const std::vector<Py_ssize_t>& moving) {
+    return callable(watch(arguments.ptr(), places, moving));
+  });
   m.def("words", [](const std::vector<std::pair<std::uintptr_t, int>>& places) { return callable(words(places)); });
   py::class_<Device>(m, "Device")
       .def(py::init<std::uintptr_t, std::uintptr_t, const py::object&, const py::object&>(), py::arg("driver"),

@@ -9,6 +9,7 @@ namespace fusewright::native {
 namespace {
 
 struct Seen {
+  Py_ssize_t place;
   PyObject* object;  // compared, never dereferenced
   std::int64_t address, version;
 };
@@ -25,24 +26,30 @@ PyObject** items_of(PyObject* sequence, Py_ssize_t* count) {
 
 class Watch : public Body {
  public:
-  std::vector<Seen> seen;
+  Py_ssize_t expected = 0;
+  std::vector<Seen> whole, moving;
 
   PyObject* call(PyObject* const* args, Py_ssize_t count) override {
     if (count != 1) return PyErr_Format(PyExc_TypeError, "one list of tensors was expected");
     Py_ssize_t given = 0;
     PyObject** items = items_of(args[0], &given);
     if (!items) return nullptr;
-    int same = given == static_cast<Py_ssize_t>(seen.size());
-    for (std::size_t k = 0; same && k < seen.size(); ++k) same = items[k] == seen[k].object;
-    for (std::size_t k = 0; same > 0 && k < seen.size(); ++k) same = unchanged(seen[k]);
+    int same = given == expected;
+    for (std::size_t k = 0; same && k < whole.size(); ++k) same = items[whole[k].place] == whole[k].object;
+    for (std::size_t k = 0; same > 0 && k < moving.size(); ++k) same = there(items[moving[k].place], moving[k]);
+    for (std::size_t k = 0; same > 0 && k < whole.size(); ++k) same = unchanged(whole[k]);
     return same < 0 ? nullptr : PyBool_FromLong(same);
   }
 
  private:
+  static int there(PyObject* tensor, const Seen& s) {
+    std::int64_t address;
+    return raw_address_of(tensor, &address) ? address == s.address : -1;
+  }
   static int unchanged(const Seen& s) {
-    std::int64_t address, version;
-    if (!version_of(s.object, &version) || !raw_address_of(s.object, &address)) return -1;
-    return version == s.version && address == s.address;
+    std::int64_t version;
+    if (!version_of(s.object, &version)) return -1;
+    return version == s.version ? there(s.object, s) : 0;
   }
 };
 
@@ -72,16 +79,17 @@ class Words : public Body {
 
 }  // namespace
 
-std::unique_ptr<Body> watch(PyObject* tensors) {
-  Py_ssize_t count = 0;
-  PyObject** items = items_of(tensors, &count);
-  if (!items) return nullptr;
+std::unique_ptr<Body> watch(PyObject* arguments, const std::vector<Py_ssize_t>& places, const std::vector<Py_ssize_t>& moving) {
   auto made = std::make_unique<Watch>();
-  for (Py_ssize_t k = 0; k < count; ++k) {
-    Seen s{items[k], 0, 0};
-    if (!version_of(items[k], &s.version) || !raw_address_of(items[k], &s.address)) return nullptr;
-    made->seen.push_back(s);
-  }
+  PyObject** items = items_of(arguments, &made->expected);
+  if (!items) return nullptr;
+  for (const auto* group : {&places, &moving})
+    for (Py_ssize_t k : *group) {
+      if (k < 0 || k >= made->expected) throw std::out_of_range("no such argument");
+      Seen s{k, items[k], 0, 0};
+      if (!version_of(items[k], &s.version) || !raw_address_of(items[k], &s.address)) return nullptr;
+      (group == &places ? made->whole : made->moving).push_back(s);
+    }
   return made;
 }
 

@@ -10,9 +10,9 @@
 
 namespace fusewright::native {
 
-// watch(tensors) -> whether these are the objects that it was created with, at the same addresses and versions. It keeps no
-// references to them. Null with an error set.
-std::unique_ptr<Body> watch(PyObject* tensors);
+// watch(arguments) -> whether the tensors at `places` are the objects that it was created with, at the same addresses and versions,
+// and those at `moving` have the same addresses. It keeps no references to them. Null with an error set.
+std::unique_ptr<Body> watch(PyObject* arguments, const std::vector<Py_ssize_t>& places, const std::vector<Py_ssize_t>& moving);
 
 // words() -> whether the words at (address, bytes: 1, 2, 4 or 8) are unchanged. The memory must still be allocated.
 std::unique_ptr<Body> words(const std::vector<std::pair<std::uintptr_t, int>>& places);

@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import numpy
@@ -87,17 +87,30 @@ def _words(words: Sequence[Any]) -> Callable[[], bool]:
     return lambda: content == list(map(_VALUE, words))
 
 
-def watch(weights: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], bool]:
-    """Return a function that tells whether a later list or tuple has the same tensors, with the same addresses and versions. It
-    keeps no reference to them."""
+def watch(
+    arguments: Sequence[Any], places: Iterable[int] | None = None, moving: Iterable[int] = ()
+) -> Callable[[Sequence[Any]], bool]:
+    """Return a function that tells whether a later list or tuple of arguments has the same tensors at `places` (default: all),
+    with the same addresses and versions, and tensors with the same addresses at `moving`. It keeps no reference to them."""
+    held = list(range(len(arguments)) if places is None else places)
     core = native.extension()
     if core is not None:
-        same: Callable[[Sequence[torch.Tensor]], bool] = core.watch(weights)
+        same: Callable[[Sequence[Any]], bool] = core.watch(arguments, held, list(moving))
         return same
-    ids, versions, addresses = tuple(map(id, weights)), list(map(_VERSION, weights)), list(map(_POINTER, weights))
-    return lambda given: (
-        ids == tuple(map(id, given)) and versions == list(map(_VERSION, given)) and addresses == list(map(_POINTER, given))
-    )
+    weights, others = picker(held), picker(list(moving))
+
+    def seen(given: Sequence[Any]) -> tuple[Any, ...]:
+        found = weights(given)
+        addresses = map(_POINTER, (*found, *others(given)))
+        return len(given), tuple(map(id, found)), list(map(_VERSION, found)), list(addresses)
+
+    before = seen(arguments)
+    return lambda given: len(given) == before[0] and seen(given) == before
+
+
+def picker(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """`lambda args: tuple(args[k] for k in places)`, without a Python loop where possible."""
+    return itemgetter(*places) if len(places) > 1 else lambda args: tuple(args[k] for k in places)
 
 
 @functools.lru_cache(64)
@@ -131,12 +144,11 @@ class Prepared:
 
     def holds(self, weights: Sequence[torch.Tensor]) -> bool:
         """Whether these are the weights that `values` were computed from, at the same addresses and unchanged."""
-        return (
-            bool(self.alive)
-            and self.same(weights)  # only then may the sampled elements be read
-            and self.samples.unchanged()
-            and (self.whole is None or self._same_bytes(weights))
-        )
+        return bool(self.alive) and self.same(weights) and self.same_content(weights)
+
+    def same_content(self, weights: Sequence[torch.Tensor]) -> bool:
+        """Whether the weights, which are `same`, hold what they held, as far as that is checked."""
+        return self.samples.unchanged() and (self.whole is None or self._same_bytes(weights))
 
     def _same_bytes(self, weights: Sequence[torch.Tensor]) -> bool:
         assert self.whole is not None

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from fusewright.forms.spec import Pass
 from fusewright.interface import KernelCode, Recorder
 from fusewright.plan.build import Plan, written_values
 from fusewright.plan.execute import codegen
-from fusewright.plan.execute.prepare import Prepared
+from fusewright.plan.execute.prepare import Prepared, picker, watch
 from fusewright.plan.ir import Instruction, Ref, Run, reads
 from fusewright.plan.memory import roots_of, storage_bytes
 from fusewright.plan.replay.copies import CopiesIn, copier_out
@@ -156,11 +155,11 @@ def _dependents(instructions: Sequence[Instruction], values: set[int]) -> set[in
 
 @dataclass
 class _Recording:
-    """One recording. `addresses` are those of the arguments that it reads in place; `rest` are the tail's inputs other than
-    arguments."""
+    """One recording. `same` tells whether arguments that it reads in place have not moved, and weights that constants were prepared
+    from have not changed; `rest` are the tail's inputs other than arguments."""
 
     stream: Hashable
-    addresses: list[int]
+    same: Callable[[list[Any]], bool]
     prepared: Prepared | None
     replay: Callable[[], None]
     copy_in: CopiesIn
@@ -189,56 +188,36 @@ class Replayed(Recorded[_Recording]):
         self._tail = codegen.load(self.parts.tail, kernels) if self.parts.tail else None
         self._fixed = picker(self.parts.fixed)
         self._passed = passed_on(plan)
-        self._prepare_inputs = picker([plan.inputs.index(i) for i in plan.prepare_inputs])
+        self._weights = [plan.inputs.index(i) for i in plan.prepare_inputs]
+        self._prepare_inputs = picker(self._weights)
         self._writes = bool(written_inputs(plan))
-        self._once = self._writes or self._pieces is not None
         self._recordings: dict[tuple[Hashable, ...], _Recording] = {}
         self._last: _Recording | None = None
-        self._steady = False
         self._unused = 0
 
     def _recording_for(self, stream: Hashable, args: list[Any]) -> _Recording | None:
-        return self._again(stream, args) or self._anew(stream, args)
-
-    def _again(self, stream: Hashable, args: list[Any]) -> _Recording | None:
-        """Replay the last recording, and return it if it was valid for these arguments. Unless the plan writes its inputs or
-        communicates, a replay may be repeated, and so starts before all checks are done."""
         r = self._last
-        if r is None or r.stream != stream:
-            return None
-        steady, self._steady = self._steady, False
-        if steady:
-            r.copy_in(args)  # the device copies while the host compares addresses; no freed memory may be read
-        if r.addresses != self._addresses(args) or (self._once and not self._unchanged(r, args)):
-            return None
-        if not steady:
-            r.copy_in(args)
-        r.replay()
-        self._steady = self._once or self._unchanged(r, args)
-        return r if self._steady else None
+        if r is not None and r.stream == stream and self._holds(r, args):
+            return r.issue(args)
+        return self._anew(stream, args)
+
+    def _holds(self, r: _Recording, args: list[Any]) -> bool:
+        """Whether a recording may be replayed for these arguments: with many weights, most of the host's time before a replay."""
+        if r.prepared is None:
+            return r.same(args)
+        return bool(r.prepared.alive) and r.same(args) and r.prepared.same_content(self._prepare_inputs(args))
 
     def _anew(self, stream: Hashable, args: list[Any]) -> _Recording | None:
         """Find or make the recording for these arguments and replay it; None to run the plain plan."""
         r = self._last = self._found(stream, args)
         return r.issue(args) if r is not None else None
 
-    def _addresses(self, args: list[Any]) -> list[int]:
-        """The addresses of arguments read in place. With many weights, this is most of the cost of a call before its replay,
-        since
-        each tensor is fetched from memory: one pass, and over these only."""
-        return list(map(torch.Tensor.data_ptr, self._fixed(args)))
-
-    def _unchanged(self, r: _Recording, args: list[Any]) -> bool:
-        """Whether the constants were prepared from the current weights."""
-        return r.prepared is None or r.prepared.holds(self._prepare_inputs(args))
-
     def _found(self, stream: Hashable, args: list[Any]) -> _Recording | None:
         prepared = self.cache.prepared(self._prepare_inputs(args)) if self.cache is not None else None
-        addresses = self._addresses(args)
-        key = (stream, *addresses)
+        key = (stream, *map(torch.Tensor.data_ptr, self._fixed(args)))
         found = self._recordings.get(key)
         if found is None or found.prepared is not prepared:
-            return self._recorded(key, addresses, args, prepared)
+            return self._recorded(key, args, prepared)
         return found
 
     def _results(self, r: _Recording, args: list[Any]) -> tuple[Any, ...]:
@@ -256,9 +235,7 @@ class Replayed(Recorded[_Recording]):
                 results.append(next(early) if isinstance(o, Ref) else o)
         return tuple(results)
 
-    def _recorded(
-        self, key: tuple[Hashable, ...], addresses: list[int], args: list[Any], prepared: Prepared | None
-    ) -> _Recording | None:
+    def _recorded(self, key: tuple[Hashable, ...], args: list[Any], prepared: Prepared | None) -> _Recording | None:
         """Make a recording for `key`; None if replay is given up."""
         stale = self._recordings.pop(key, None)
         self._unused += stale is not None and stale.uses < 2
@@ -271,8 +248,9 @@ class Replayed(Recorded[_Recording]):
         del stale
         try:
             with self.on_device():
-                made = self._record(key[0], addresses, args, prepared)
-                worse = "" if self._once else self._worse(made, args)
+                made = self._record(key[0], args, prepared)
+                once = self._writes or self._pieces is not None  # a measurement would run it several times
+                worse = "" if once else self._worse(made, args)
             if worse:
                 self._give_up(worse)
                 return None
@@ -300,7 +278,7 @@ class Replayed(Recorded[_Recording]):
             return OTHER_TENSORS
         return f"it is slower: {replayed * 1e3:.2f} ms against {plain * 1e3:.2f} ms" if replayed > plain * SLOWER else ""
 
-    def _record(self, stream: Hashable, addresses: list[int], args: list[Any], prepared: Prepared | None) -> _Recording:
+    def _record(self, stream: Hashable, args: list[Any], prepared: Prepared | None) -> _Recording:
         constants = prepared.values if prepared is not None else ()
         with torch.inference_mode(False), torch.no_grad():
             copy_in = CopiesIn(args, self.parts.copied)
@@ -312,7 +290,9 @@ class Replayed(Recorded[_Recording]):
             by_id = dict(zip((*self.plan.prepare_outputs, *self.parts.kept), (*constants, *kept), strict=True))
             copy_out = copier_out([by_id[v] for v in self.parts.early])
         rest = [by_id[v] for v in self.parts.tail_rest]
-        return _Recording(stream, addresses, prepared, shown(replay, self.plan), copy_in, rest, copy_out)
+        weights = self._weights if prepared is not None else ()
+        same = watch(args, weights, set(self.parts.fixed).difference(weights))
+        return _Recording(stream, same, prepared, shown(replay, self.plan), copy_in, rest, copy_out)
 
     def _give_up(self, why: str) -> None:
         super()._give_up(why)
@@ -325,11 +305,6 @@ def _kind(result: Any) -> Any:
     if not isinstance(result, torch.Tensor):
         return result
     return result.device, result.dtype, result.shape, result.stride() if result.layout is torch.strided else ()
-
-
-def picker(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """`lambda args: tuple(args[k] for k in places)`, without a Python loop where possible."""
-    return itemgetter(*places) if len(places) > 1 else lambda args: tuple(args[k] for k in places)
 
 
 def replayed(
