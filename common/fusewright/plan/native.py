@@ -37,7 +37,13 @@ def device_launch(driver: int, errors: int) -> Any | None:
     """A launcher that calls the function at address `driver` (cuLaunchKernel, hipModuleLaunchKernel) as long as the word at
     `errors` (0: none) is 0; None without the extension. See `device.h` of the extension."""
     core = extension()
-    return None if core is None else core.Device(driver, errors, compat.current_device, compat.current_stream)
+    if core is None:
+        return None
+    return core.Device(driver, errors, compat.current_device, compat.current_stream, _bytes_on_gpu)
+
+
+def _bytes_on_gpu(count: int) -> torch.Tensor:
+    return compat.empty_strided_on_gpu((count,), (1,), torch.uint8)
 
 
 def call_cache(run: Callable[..., Any], trace: Callable[..., Any], launch: int, encode: int) -> Callable[..., Any] | None:

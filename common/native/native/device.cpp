@@ -34,15 +34,22 @@ bool answer(PyObject* made, std::int64_t* value) {
 
 }  // namespace
 
-DeviceLaunch::DeviceLaunch(std::uintptr_t driver, std::uintptr_t errors, PyObject* device, PyObject* stream)
-    : driver_(driver), errors_(reinterpret_cast<const volatile std::int32_t*>(errors)), device_(device), stream_(stream) {
-  Py_INCREF(device_), Py_INCREF(stream_);
+DeviceLaunch::DeviceLaunch(std::uintptr_t driver, std::uintptr_t errors, PyObject* device, PyObject* stream, PyObject* empty)
+    : driver_(driver),
+      errors_(reinterpret_cast<const volatile std::int32_t*>(errors)),
+      device_(device),
+      stream_(stream),
+      empty_(empty) {
+  Py_INCREF(device_), Py_INCREF(stream_), Py_INCREF(empty_);
 }
 
-DeviceLaunch::~DeviceLaunch() { Py_DECREF(device_), Py_DECREF(stream_); }
+DeviceLaunch::~DeviceLaunch() { Py_DECREF(device_), Py_DECREF(stream_), Py_DECREF(empty_); }
 
-void DeviceLaunch::learn_sizes(std::vector<std::int64_t> sizes, bool wide, bool even, std::vector<unsigned> programs) {
-  if (sizes_.size() < LEARNED) sizes_.push_back(std::make_unique<Sizes>(Sizes{std::move(sizes), wide, even, std::move(programs)}));
+void DeviceLaunch::learn_sizes(std::vector<std::int64_t> sizes, bool wide, bool even, std::vector<unsigned> programs,
+                               std::vector<std::int64_t> parts, std::int64_t bytes) {
+  if (sizes_.size() < LEARNED)
+    sizes_.push_back(
+        std::make_unique<Sizes>(Sizes{std::move(sizes), wide, even, std::move(programs), std::move(parts), bytes}));
 }
 
 void DeviceLaunch::learn_variant(std::int64_t device, bool wide, bool aligned, bool even, std::vector<Function> functions,
@@ -104,7 +111,7 @@ PyObject* DeviceLaunch::call(PyObject* const* args, Py_ssize_t count) {
 }
 
 PyObject* DeviceLaunch::launch(const Variant& v, const Sizes& s, std::vector<std::int64_t>& values) const {
-  if (values.size() != v.letters.size() || v.functions.size() != s.programs.size() || values.size() + 3 > MOST)
+  if (values.size() != v.letters.size() || v.functions.size() != s.programs.size() || values.size() + s.parts.size() + 3 > MOST)
     return PyLong_FromLong(NOT_MINE);
   std::int64_t stream, device = v.device;
   PyObject* index = PyLong_FromLongLong(device);
@@ -112,6 +119,15 @@ PyObject* DeviceLaunch::launch(const Variant& v, const Sizes& s, std::vector<std
   Py_XDECREF(index);
   if (!known) return nullptr;
   if (v.after) values.push_back(static_cast<std::int64_t>(v.after));
+  PyObject* workspace = nullptr;  // held until the launches are queued: the allocator gives it only to later work of the stream
+  if (s.bytes) {
+    PyObject* size = PyLong_FromLongLong(s.bytes);
+    workspace = size ? PyObject_CallOneArg(empty_, size) : nullptr;
+    Py_XDECREF(size);
+    std::int64_t base;
+    if (!workspace || !address_of(workspace, &base)) return Py_XDECREF(workspace), nullptr;
+    for (std::int64_t offset : s.parts) values.push_back(base + offset);
+  }
   values.push_back(0), values.push_back(0);  // scratch memory, which these kernels do not use
   void* parameters[MOST];
   for (std::size_t k = 0; k < values.size(); ++k) parameters[k] = &values[k];
@@ -122,9 +138,10 @@ PyObject* DeviceLaunch::launch(const Variant& v, const Sizes& s, std::vector<std
     auto [function, threads, shared] = v.functions[k];
     if (s.programs[k] && driver(reinterpret_cast<void*>(function), s.programs[k], 1, 1, threads, 1, 1, shared,
                                 reinterpret_cast<void*>(stream), parameters, nullptr))
-      result = static_cast<long>(k) + 1;
+      result = s.bytes ? 1 : static_cast<long>(k) + 1;  // Python has another workspace, so it repeats all
   }
   Py_END_ALLOW_THREADS
+  Py_XDECREF(workspace);
   return PyLong_FromLong(result);
 }
 

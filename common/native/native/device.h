@@ -17,9 +17,12 @@ using Function = std::tuple<std::uintptr_t, unsigned, unsigned>;
 // A kernel with the launch parameters learned from Python: see `Device` in module.cpp, which exposes it.
 class DeviceLaunch : public Body {
  public:
-  DeviceLaunch(std::uintptr_t driver, std::uintptr_t errors, PyObject* device, PyObject* stream);
+  // `empty(bytes)` allocates on the current device; `device()` and `stream(device)` are the current ones.
+  DeviceLaunch(std::uintptr_t driver, std::uintptr_t errors, PyObject* device, PyObject* stream, PyObject* empty);
   ~DeviceLaunch() override;
-  void learn_sizes(std::vector<std::int64_t> sizes, bool wide, bool even, std::vector<unsigned> programs);
+  // `parts` are offsets into a workspace of `bytes`, whose addresses follow the other parameters.
+  void learn_sizes(std::vector<std::int64_t> sizes, bool wide, bool even, std::vector<unsigned> programs,
+                   std::vector<std::int64_t> parts, std::int64_t bytes);
   void learn_variant(std::int64_t device, bool wide, bool aligned, bool even, std::vector<Function> functions,
                      std::string letters, std::uintptr_t after);
   PyObject* call(PyObject* const* args, Py_ssize_t count) override;
@@ -29,6 +32,8 @@ class DeviceLaunch : public Body {
     std::vector<std::int64_t> sizes;
     bool wide, even;
     std::vector<unsigned> programs;
+    std::vector<std::int64_t> parts;
+    std::int64_t bytes;
   };
   struct Variant {
     std::int64_t device;
@@ -43,7 +48,7 @@ class DeviceLaunch : public Body {
 
   std::uintptr_t driver_;
   const volatile std::int32_t* errors_;
-  PyObject *device_, *stream_;
+  PyObject *device_, *stream_, *empty_;
   std::vector<std::unique_ptr<Sizes>> sizes_;
   std::vector<std::unique_ptr<Variant>> variants_;
 };

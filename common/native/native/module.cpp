@@ -22,8 +22,9 @@ py::object callable(std::unique_ptr<Body> body) {
 // The Python side of a `DeviceLaunch`: `launch` is the callable, the other methods register what it may handle itself.
 class Device {
  public:
-  Device(std::uintptr_t driver, std::uintptr_t errors, const py::object& device, const py::object& stream) {
-    auto body = std::make_unique<DeviceLaunch>(driver, errors, device.ptr(), stream.ptr());
+  Device(std::uintptr_t driver, std::uintptr_t errors, const py::object& device, const py::object& stream,
+         const py::object& empty) {
+    auto body = std::make_unique<DeviceLaunch>(driver, errors, device.ptr(), stream.ptr(), empty.ptr());
     body_ = body.get();
     call = callable(std::move(body));
   }
@@ -53,12 +54,12 @@ PYBIND11_MODULE(_core, m) {
   });
   m.def("words", [](const std::vector<std::pair<std::uintptr_t, int>>& places) { return callable(words(places)); });
   py::class_<Device>(m, "Device")
-      .def(py::init<std::uintptr_t, std::uintptr_t, const py::object&, const py::object&>(), py::arg("driver"),
-           py::arg("errors"), py::arg("device"), py::arg("stream"))
+      .def(py::init<std::uintptr_t, std::uintptr_t, const py::object&, const py::object&, const py::object&>(), py::arg("driver"),
+           py::arg("errors"), py::arg("device"), py::arg("stream"), py::arg("empty"))
       .def_readonly("launch", &Device::call)
       .def("learn_sizes", [](Device& d, std::vector<std::int64_t> sizes, bool wide, bool even,
-                             std::vector<unsigned> programs) {
-        d.body().learn_sizes(std::move(sizes), wide, even, std::move(programs));
+                             std::vector<unsigned> programs, std::vector<std::int64_t> parts, std::int64_t bytes) {
+        d.body().learn_sizes(std::move(sizes), wide, even, std::move(programs), std::move(parts), bytes);
       })
       .def("learn_variant", [](Device& d, std::int64_t device, bool wide, bool aligned, bool even,
                                std::vector<Function> functions, std::string letters, std::uintptr_t after) {

@@ -174,11 +174,11 @@ class GpuLauncher:
         return found
 
     def _teach_sizes(self, sizes: tuple[int, ...], found: _Sizes) -> None:
-        if self._native is not None and not found.workspace:
-            self._native.learn_sizes(sizes, found.wide, found.even, found.programs)
+        if self._native is not None:
+            self._native.learn_sizes(sizes, found.wide, found.even, found.programs, found.parts, found.workspace)
 
     def _teach_variant(self, device: int, variant: Variant, bound: _Bound, letters: str, reports: bool) -> None:
-        """Let the native launcher launch this code itself, unless rows are shared: it cannot allocate memory for their parts."""
+        """Let the native launcher launch this code itself."""
         if self._native is None:
             d = driver(self.target.triton)
             self._native = native.device_launch(d.launch_address(), errors().address if self._reports else 0)
@@ -213,7 +213,7 @@ class GpuLauncher:
             struct.Struct("<" + "Q" * parts).pack_into,
             8 * (len(parameters) - parts),
         )
-        if not parts and (device, *variant) not in self._free:
+        if (device, *variant) not in self._free:
             self._teach_variant(device, variant, bound, "".join("q" if p.pointer else FORMATS[p.dtype][0] for p in given), reports)
         return bound
 

@@ -203,6 +203,34 @@ def test_shared_rows_get_a_workspace_that_fits(recorder: Recorder, monkeypatch: 
     assert values_1[:2] == [x.data_ptr(), out.data_ptr()]
 
 
+def test_shared_rows_are_launched_by_address_with_a_workspace_too(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spaces: list[torch.Tensor] = []
+
+    def empty(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        spaces.append(torch.empty_strided(size, stride, dtype=dtype))
+        return spaces[-1]
+
+    monkeypatch.setattr(_torch_compat, "empty_strided_on_gpu", empty)
+    run = launcher(column_sum(1000, 70), Config((Tile((0,), 32),), 64, False, 4, 4))
+    recorder.types = [ctypes.c_uint64] * 5
+    data = torch.zeros(1000, 70), torch.zeros(70)
+    run(data)
+    by_python = recorder.launches[:2]
+    run(data)
+    by_native = native.extension() is not None
+    assert [s.numel() for s in spaces] == [1280] * by_native and recorder.by_address == 2 * by_native
+    for now, before in zip(recorder.launches[2:], by_python, strict=True):
+        assert now[:-1] == before[:-1] and now[-1][:2] == before[-1][:2] and now[-1][3:] == before[-1][3:]
+        assert not by_native or now[-1][2] == spaces[0].data_ptr()
+    launches, recorder.result = len(recorder.launches), 1
+    with pytest.raises(RuntimeError, match="launch column_sum"):
+        run(data)
+    again = [at[0] for at in recorder.launches[launches:]]
+    assert again == ([1, 1, 1] if by_native else [1, 1]), "the first function once more: it fills Python's workspace"
+
+
 def test_errors_are_raised_by_the_next_launch_and_once(recorder: Recorder) -> None:
     run = launcher(embedding(5, 8, 10), Config((Tile((0, 1), 64),), 0, False, 1, 4))
     data = [torch.zeros(5, dtype=torch.int64), torch.zeros(10, 8).bfloat16(), torch.zeros(5, 8).bfloat16()]
