@@ -51,7 +51,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("quantized_convolutions",), ("backend",), ("fusewright_acl",),
     ),
     "fusewright_int8": (
-        ("run", "target"), ("operators",), ("engines",), ("lowerings",), ("floats", "activations"), ("tensors",),
+        ("run", "target"), ("operators",), ("engines",), ("lowerings",), ("floats", "activations"), ("siblings", "tensors"),
         ("flow",), ("backend",), ("fusewright_int8",),
     ),
     "fusewright_triton": (

@@ -20,6 +20,7 @@ from fusewright_int8.flow.api import Int8Quantization
 from fusewright_int8.lowerings import ROWS, dense, static_input, why_not
 from fusewright_int8.operators import NAMESPACE
 from fusewright_int8.run import native
+from fusewright_int8.siblings import ROWS as SIBLING_ROWS
 from fusewright_int8.target import best
 from fusewright_int8.tensors import ROWS as TENSOR_ROWS
 
@@ -29,7 +30,9 @@ class X86Int8(QuantizedBackend):
 
     name = "x86_int8"
     priority = 10  # below the CPU's float backend, which comes first for models that are not quantized
-    rows: ClassVar[Mapping[str, Sequence[Row]]] = by_root((*ROWS, *MATMUL_ROWS, *DYNAMIC_ROWS, *TENSOR_ROWS, *FLOAT_ROWS))
+    rows: ClassVar[Mapping[str, Sequence[Row]]] = by_root(
+        (*SIBLING_ROWS, *ROWS, *MATMUL_ROWS, *DYNAMIC_ROWS, *TENSOR_ROWS, *FLOAT_ROWS)
+    )
     carried = frozenset({"linear", "conv", "int_mm", "choose_qparams", *MATMULS})
     products = ("linear", "conv")
     widened = frozenset({"dequantize", "dequantize_per_channel"})

@@ -98,7 +98,8 @@ def _weighted(m: Match, b: Builder) -> Weight | None:
     return found if found is not None and why_not(m.anchor, b.graph) is None else None
 
 
-def _dynamic_when(m: Match, b: Builder) -> bool:
+def dynamic_when(m: Match, b: Builder) -> bool:
+    """Whether a linear has an input quantized by a known rule, and can be int8."""
     x = float_input(m.anchor, b.graph)
     return x is not None and _weighted(m, b) is not None and dense(m.out) and shaped(m, x.value)
 
@@ -119,12 +120,12 @@ def _dynamic_write(e: Engine, m: Match, b: Builder) -> None:
     op, x, w = m.anchor, float_input(m.anchor, b.graph), _weighted(m, b)
     assert x is not None and w is not None
     weight, scale = centered(w, b)
-    rest = (b.prepare(e.pack_linear, weight), scale, bias_of(op, b), x.rule, *_after(m, x.value, b))
+    rest = (b.prepare(e.pack_linear, weight), scale, bias_of(op, b), x.rule, *float_epilogue(m, x.value, b))
     emit_rows(e.dynamic, x.value, rest, m, b)
     note(m, b, f"int8 linear, {e.name}, input quantized by {'row' if x.rule != 'tensor' else 'tensor'}")
 
 
-def _after(m: Match, x: Value, b: Builder) -> tuple[Any, ...]:
+def float_epilogue(m: Match, x: Value, b: Builder) -> tuple[Any, ...]:
     """Return residual, post-op and type of a float result computed from `x`."""
     found, post = residual_of(m), post_of(m.get("unary"))
     assert post is not None
@@ -157,15 +158,16 @@ def _computed_write(e: Engine, m: Match, b: Builder) -> None:
     note(m, b, f"int8 linear, {e.name}, input quantized by tensor")
 
 
-def _weight_only_when(m: Match, b: Builder) -> bool:
+def weight_only_when(m: Match, b: Builder) -> bool:
+    """Whether a linear has an int8 weight and an input in floats."""
     op, w = m.anchor, _weighted(m, b)
     if w is None or dequantized(op.arg("input"), b.graph, views=True) is not None or not dense(m.out):
         return False
-    x = _plain_input(m, b)
+    x = plain_input(m, b)
     return spec_of(x).dtype in FLOATS and shaped(m, x) and not b.graph.is_const(op.arg("input")) and m.get("quantize") is None
 
 
-def _plain_input(m: Match, b: Builder) -> Value:
+def plain_input(m: Match, b: Builder) -> Value:
     """Return the float input, before any views if it had the result's leading shape there."""
     x: Value = m.anchor.arg("input")
     earlier: Value = before_views(x, b.graph)
@@ -187,15 +189,16 @@ def _weight_only_write(m: Match, b: Builder) -> None:
     op, w = m.anchor, _weighted(m, b)
     assert w is not None
     weight, scale = centered(w, b)
-    packed, x = b.prepare(name("pack_linear"), weight), _plain_input(m, b)
-    emit_rows(name("weight_linear"), x, (packed, scale, bias_of(op, b), *_after(m, x, b)), m, b)
+    packed, x = b.prepare(name("pack_linear"), weight), plain_input(m, b)
+    emit_rows(name("weight_linear"), x, (packed, scale, bias_of(op, b), *float_epilogue(m, x, b)), m, b)
     note(m, b, "int8 weight, core")
 
 
 # -- rewrite rows
 
 
-def _posts(e: Engine | None) -> Callable[[OpView], Any]:
+def posts(e: Engine | None) -> Callable[[OpView], Any]:
+    """Return which unary ops an engine computes, as a predicate; of None, our core's."""
     def found(op: OpView) -> Any:
         post = post_of(op)
         return post if post is not None and (e is None or post[0] in e.posts) else None
@@ -204,12 +207,12 @@ def _posts(e: Engine | None) -> Callable[[OpView], Any]:
 
 
 def _of_engine(e: Engine) -> tuple[Row, ...]:
-    dynamic = product("linear", f"int8.dynamic.{e.name}", _posts(None), UNARY, views=True)
-    computed = product("linear", f"int8.computed.{e.name}", _posts(e), UNARY, residual=e.adds is None, views=True)
+    dynamic = product("linear", f"int8.dynamic.{e.name}", posts(None), UNARY, views=True)
+    computed = product("linear", f"int8.computed.{e.name}", posts(e), UNARY, residual=e.adds is None, views=True)
     dynamic = type(dynamic)(dynamic.anchor, dynamic.steps[:-1])  # without the quantize step: the result stays in floats
     return (
         Row(
-            f"int8.dynamic.{e.name}", dynamic, when=_dynamic_when, pays=partial(_dynamic_pays, e), write=partial(_dynamic_write, e),
+            f"int8.dynamic.{e.name}", dynamic, when=dynamic_when, pays=partial(_dynamic_pays, e), write=partial(_dynamic_write, e),
             note="int8 linear",
         ),
         Row(
@@ -219,11 +222,11 @@ def _of_engine(e: Engine) -> tuple[Row, ...]:
     )  # fmt: skip
 
 
-_PLAIN = product("linear", "int8.weight_only", _posts(None), UNARY, views=True)
+_PLAIN = product("linear", "int8.weight_only", posts(None), UNARY, views=True)
 ROWS: tuple[Row, ...] = (
     *(row for e in ENGINES if e.absent() is None for row in _of_engine(e)),
     Row(
-        "int8.weight_only", type(_PLAIN)(_PLAIN.anchor, _PLAIN.steps[:-1]), when=_weight_only_when, pays=_weight_only_pays,
+        "int8.weight_only", type(_PLAIN)(_PLAIN.anchor, _PLAIN.steps[:-1]), when=weight_only_when, pays=_weight_only_pays,
         write=_weight_only_write, note="int8 weight",
     ),
 )  # fmt: skip

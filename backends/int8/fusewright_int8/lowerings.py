@@ -115,7 +115,8 @@ def static_input(op: OpView, graph: RegionGraph) -> Quantized | None:
     return found if isinstance(found, Quantized) and found.static and found.scale else None
 
 
-def _when(m: Match, b: Builder) -> bool:
+def static_when(m: Match, b: Builder) -> bool:
+    """Whether a linear or convolution has an input with known scale and zero point, and can be int8."""
     if static_input(m.anchor, b.graph) is None or weight_of(m.anchor.arg("weight"), b.graph) is None:
         return False
     x = static_input(m.anchor, b.graph)
@@ -179,7 +180,7 @@ def strides_of(spec: TensorSpec, channels_last: bool = False) -> tuple[Any, ...]
     return tuple(found[d] for d in range(spec.rank))
 
 
-def _takes(e: Engine, m: Match) -> bool:
+def takes(e: Engine, m: Match) -> bool:
     """Whether an engine can quantize to the match's limits."""
     target = target_of(m.get("quantize"))
     if target is None or e.limits:
@@ -191,7 +192,7 @@ def _takes(e: Engine, m: Match) -> bool:
 def _pays(e: Engine, m: Match, b: Builder) -> bool:
     """Whether this engine takes the match. Each engine is asked with the match that it would fuse, so with a shape of its own. The
     last able engine takes what the others declined, unless floats are faster."""
-    able = [o for o in present() if _takes(o, m)]
+    able = [o for o in present() if takes(o, m)]
     if e not in able:
         return False
     found = fastest(b.ctx, shape_of(m, b), able, spec_of(m.anchor.out).dtype)
@@ -325,7 +326,7 @@ def note(m: Match, b: Builder, text: str) -> None:
 
 def _adds(e: Engine, m: Match, b: Builder) -> bool:
     """Whether there is a residual that this engine adds, which adds only some."""
-    return _when(m, b) and m.get("add") is not None and e.adds is not None and e.adds(shape_of(m, b))
+    return static_when(m, b) and m.get("add") is not None and e.adds is not None and e.adds(shape_of(m, b))
 
 
 def _rows(e: Engine, anchor: str) -> Iterator[Row]:
@@ -342,7 +343,7 @@ def _rows(e: Engine, anchor: str) -> Iterator[Row]:
 
     if e.adds is not None:
         yield Row(f"{rule}.sum", matched(f"{rule}.sum", e.posts_of_sums, True), when=partial(_adds, e), **rest)
-    yield Row(rule, matched(rule, e.posts, e.adds is None), when=_when, **rest)
+    yield Row(rule, matched(rule, e.posts, e.adds is None), when=static_when, **rest)
 
 
 ROWS: tuple[Row, ...] = tuple(
