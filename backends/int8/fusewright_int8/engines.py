@@ -153,6 +153,20 @@ class Dynamic:
         return f"int8 dynamic {self.rule} {str(self.x).removeprefix('torch.')} {self.m}x{self.k}x{self.n}"
 
 
+@dataclass(frozen=True)
+class Reading:
+    """A product of a float input x[m, k] with an 8-bit weight w[n, k], which our core alone computes."""
+
+    m: int
+    k: int
+    n: int
+    x: torch.dtype
+
+    @property
+    def key(self) -> str:
+        return f"int8 weight {str(self.x).removeprefix('torch.')} {self.m}x{self.k}x{self.n}"
+
+
 FLOATS = "floats"
 """The answer of `fastest` when a float product beats every engine."""
 
@@ -181,6 +195,9 @@ def fastest(
         around = f" {floats}".replace("torch.", "")
     found = ctx.choose(f"{shape.key} {'/'.join(candidates)}{around}", Lazy(candidates))
     return FLOATS if found == OWN_FLOATS else found
+
+
+Makers: TypeAlias = dict[str, Callable[[], Thunk]]
 
 
 def _operator(target: str) -> Callable[..., torch.Tensor]:
@@ -234,39 +251,50 @@ def _dynamic(e: Engine, p: Dynamic) -> Callable[[], Thunk]:
     return make
 
 
-def reading_pays(ctx: CompileContext, m: int, k: int, n: int, dtype: torch.dtype) -> bool:
-    """Whether our core, which reads the 8-bit weight, is faster than a float product with the weight widened beforehand.
-    Weights take turns, since those of other layers lie between two calls."""
-    if native.absent():
-        return False
-    width = min(n, max(64, MOST_MEASURED // k))
+def _reading(e: Engine, r: Reading) -> Callable[[], Thunk]:
+    """Weights take turns, since those of other layers lie between two calls."""
 
-    def core() -> Thunk:
-        x, scale = torch.ones(m, k, dtype=dtype), torch.full((width,), 0.01)
-        pack, run = _operator(name("pack_linear")), _operator(name("weight_linear"))
-        turn = in_turn(width, k, torch.int8, lambda: pack(_bytes((width, k), torch.int8)))
-        return lambda: run(x, next(turn), scale, None, None, "none", (), dtype)
+    def make() -> Thunk:
+        n = min(r.n, max(64, MOST_MEASURED // r.k))
+        x, scale = torch.ones(r.m, r.k, dtype=r.x), torch.full((n,), 0.01)
+        pack, run = _operator(e.pack_linear), _operator(name("weight_linear"))
+        turn = in_turn(n, r.k, torch.int8, lambda: pack(_bytes((n, r.k), torch.int8)))
+        return lambda: run(x, next(turn), scale, None, None, "none", (), r.x)
 
-    def widened() -> Thunk:
-        x, w = torch.ones(m, k, dtype=dtype), torch.ones(width, k, dtype=dtype)
-        turn = in_turn(width, k, dtype, lambda: _float_linear(w.clone(), m))
+    return make
+
+
+def _reading_floats(r: Reading, dtype: torch.dtype, admitted: bool) -> Makers:
+    """Return float products with the weight widened beforehand."""
+    n = min(r.n, max(64, MOST_MEASURED // r.k))
+
+    def library() -> Thunk:
+        x, w = torch.ones(r.m, r.k, dtype=dtype), torch.ones(n, r.k, dtype=dtype)
+        turn = in_turn(n, r.k, dtype, lambda: _float_linear(w.clone(), r.m))
         return lambda: next(turn)(x)
 
-    def widened_in_own() -> Thunk:
-        x, run = torch.ones(m, k, dtype=dtype), own_product(own.kernel_of(dtype), m, k, width)
+    def kernel() -> Thunk:
+        x, run = torch.ones(r.m, r.k, dtype=dtype), own_product(own.kernel_of(dtype), r.m, r.k, n)
         return lambda: run(x)
 
-    def widened_few() -> Thunk:
-        x, run = torch.ones(m, k, dtype=dtype), few_rows(choices.Product(m, k, width, dtype, bias=False))
-        turn = in_turn(width, k, dtype, lambda: torch.ones(width, k, dtype=dtype))
+    def few() -> Thunk:
+        x, run = torch.ones(r.m, r.k, dtype=dtype), few_rows(choices.Product(r.m, r.k, n, dtype, bias=False))
+        turn = in_turn(n, r.k, dtype, lambda: torch.ones(n, r.k, dtype=dtype))
         return lambda: run(x, next(turn), None)
 
+    ours = {OWN_FLOATS: kernel} if admitted and own.fits(r.m, r.k, dtype) else {}
+    return {FLOATS: library, **ours, **({FEW_FLOATS: few} if 0 < r.m <= MOST_GEMV_ROWS else {})}
+
+
+def reading_pays(ctx: CompileContext, m: int, k: int, n: int, dtype: torch.dtype) -> bool:
+    """Whether our core, which reads the 8-bit weight, is faster than a float product with the weight widened beforehand."""
+    if native.absent():
+        return False
     if ctx.options.get("engine") == "core":
         return True
-    ours = {OWN_FLOATS: widened_in_own} if ctx.options["prepack"] == "auto" and own.fits(m, k, dtype) else {}
-    ours |= {FEW_FLOATS: widened_few} if 0 < m <= MOST_GEMV_ROWS else {}
-    key = f"int8 weight {str(dtype).removeprefix('torch.')} {m}x{k}x{n}{''.join(f' {name}' for name in ours)}"
-    return ctx.choose(key, Lazy({"float": widened, **ours, "core": core})) == "core"
+    shape, core = Reading(m, k, n, dtype), ENGINES[0]
+    candidates = {**_reading_floats(shape, dtype, ctx.options["prepack"] == "auto"), core.name: _reading(core, shape)}
+    return ctx.choose(f"{shape.key} {'/'.join(candidates)}", Lazy(candidates)) == core.name
 
 
 def _conv(e: Engine, c: Convolution) -> Callable[[], Thunk]:
@@ -293,9 +321,6 @@ def _float_linear(w: torch.Tensor, m: int) -> Callable[[torch.Tensor], torch.Ten
         return lambda x: few(x, w, None) if few else torch.nn.functional.linear(x, w)
     packed, run = torch.ops.mkldnn._reorder_linear_weight(w, m), torch.ops.mkldnn._linear_pointwise
     return lambda x: run(x, packed, None, "none", [], "")
-
-
-Makers: TypeAlias = dict[str, Callable[[], Thunk]]
 
 
 def _between_bytes(shape: Product | Convolution, x: torch.Tensor, dtype: torch.dtype, run: Callable[..., torch.Tensor]) -> Thunk:
@@ -344,12 +369,17 @@ def _conv_floats(c: Convolution, dtype: torch.dtype, admitted: bool) -> Makers:
     return {FLOATS: library, **({OWN_FLOATS: kernel} if admitted and pointwise and own.fits(pixels, channels, dtype) else {})}
 
 
-FLOAT_MAKERS: Mapping[type, Callable[[Any, torch.dtype, bool], Makers]] = {Product: _linear_floats, Convolution: _conv_floats}
+FLOAT_MAKERS: Mapping[type, Callable[[Any, torch.dtype, bool], Makers]] = {
+    Product: _linear_floats,
+    Convolution: _conv_floats,
+    Reading: _reading_floats,
+}
 """Makers of a float layer's timed calls: oneDNN's and, if the last argument admits it, our own kernel's."""
 MAKERS: Mapping[type, Callable[[Engine, Any], Callable[[], Thunk]]] = {
     Product: _linear,
     Convolution: _conv,
     Dynamic: _dynamic,
+    Reading: _reading,
 }
 """Makers of the timed call, by the kind of shape measured."""
 

@@ -17,12 +17,21 @@ from fusewright.interface import OpView, TensorSpec, Value
 from fusewright.plan.ir import Ref
 from fusewright.toolkit.backend.candidates import Lazy, Thunk
 from fusewright.toolkit.region.builder import Builder, contiguous_strides
-from fusewright.toolkit.region.graph import RegionGraph
 from fusewright.toolkit.region.pattern import Chain, Match, chain, find
 from fusewright.toolkit.region.quantized import product, weight_of
 from fusewright.toolkit.region.rewrite import Row
-from fusewright_int8.engines import ENGINES, FLOAT_MAKERS, MAKERS, MOST_MEASURED, Dynamic, Engine, Product, present
-from fusewright_int8.floats import dynamic_when, float_epilogue, float_input
+from fusewright_int8.engines import (
+    ENGINES,
+    FLOAT_MAKERS,
+    MAKERS,
+    MOST_MEASURED,
+    Dynamic,
+    Engine,
+    Product,
+    Reading,
+    present,
+)
+from fusewright_int8.floats import dynamic_when, float_epilogue, float_input, plain_input, weight_only_when
 from fusewright_int8.lowerings import (
     UNARY,
     bias_of,
@@ -36,9 +45,11 @@ from fusewright_int8.lowerings import (
     static_when,
     takes,
 )
+from fusewright_int8.operators import name
 
 Given: TypeAlias = tuple[Value, tuple[Any, ...]]
 """An input, and the arguments that say how it is or becomes quantized."""
+Shape: TypeAlias = Product | Dynamic | Reading
 
 
 # -- kinds of products
@@ -47,21 +58,22 @@ Given: TypeAlias = tuple[Value, tuple[Any, ...]]
 @dataclass(frozen=True)
 class Kind:
     """A kind of product. `call`: the operator of an engine. `posts`: whether it computes a unary op. `quantizes`: it can end in
-    8 bits. `after`: the arguments behind those of `given`. `floats`: a float product is a candidate."""
+    8 bits. `after`: the arguments behind those of `given`. `floats`: a float product is a candidate. `engines`: who computes it."""
 
-    name: str
+    id: str
     call: Callable[[Engine], str]
     posts: Callable[[Engine, OpView], bool]
     when: Callable[[Match, Builder], bool]
-    given: Callable[[OpView, RegionGraph], Given]
+    given: Callable[[Match, Builder], Given]
     after: Callable[[Match, Value, Builder], tuple[Any, ...]]
-    shape: Callable[[Match, Builder], Product | Dynamic]
+    shape: Callable[[Match, Builder], Shape]
     quantizes: bool
     floats: bool
+    engines: tuple[Engine, ...] = ENGINES
 
 
-def _static_given(op: OpView, graph: RegionGraph) -> Given:
-    x = static_input(op, graph)
+def _static_given(m: Match, b: Builder) -> Given:
+    x = static_input(m.anchor, b.graph)
     assert x is not None
     return x.value, (float(x.scale), x.zero_point)
 
@@ -72,17 +84,30 @@ def _static_shape(m: Match, b: Builder) -> Product:
     return shape
 
 
-def _dynamic_given(op: OpView, graph: RegionGraph) -> Given:
-    x = float_input(op, graph)
+def _dynamic_given(m: Match, b: Builder) -> Given:
+    x = float_input(m.anchor, b.graph)
     assert x is not None
     return x.value, (x.rule,)
 
 
+def _sizes(m: Match, b: Builder) -> tuple[int, int]:
+    """Return the output and input sizes of a linear's weight."""
+    n, k = spec_of(_weight(m, b).value).shape
+    return int(n), int(k)  # type: ignore[arg-type]
+
+
 def _dynamic_shape(m: Match, b: Builder) -> Dynamic:
-    (x, (rule,)), w = _dynamic_given(m.anchor, b.graph), weight_of(m.anchor.arg("weight"), b.graph)
-    assert w is not None
-    n, k = map(int, spec_of(w.value).shape)  # type: ignore[arg-type]
+    (x, (rule,)), (n, k) = _dynamic_given(m, b), _sizes(m, b)
     return Dynamic(spec_of(x).numel_hint() // max(k, 1), k, n, spec_of(x).dtype, rule)
+
+
+def _plain_given(m: Match, b: Builder) -> Given:
+    return plain_input(m, b), ()
+
+
+def _reading_shape(m: Match, b: Builder) -> Reading:
+    x, (n, k) = plain_input(m, b), _sizes(m, b)
+    return Reading(spec_of(x).numel_hint() // max(k, 1), k, n, spec_of(x).dtype)
 
 
 def _within(e: Engine, op: OpView) -> bool:
@@ -90,13 +115,21 @@ def _within(e: Engine, op: OpView) -> bool:
     return post is not None and post[0] in e.posts
 
 
+def _any(e: Engine, op: OpView) -> bool:
+    return post_of(op) is not None
+
+
 KINDS = (
     Kind(
         "static", lambda e: e.linear, _within, static_when, _static_given, epilogue, _static_shape, quantizes=True, floats=True
     ),
     Kind(
-        "dynamic", lambda e: e.dynamic, lambda e, op: post_of(op) is not None, dynamic_when, _dynamic_given, float_epilogue,
-        _dynamic_shape, quantizes=False, floats=False,
+        "dynamic", lambda e: e.dynamic, _any, dynamic_when, _dynamic_given, float_epilogue, _dynamic_shape, quantizes=False,
+        floats=False,
+    ),
+    Kind(
+        "weight_only", lambda e: name("weight_linear"), _any, weight_only_when, _plain_given, float_epilogue, _reading_shape,
+        quantizes=False, floats=True, engines=ENGINES[:1],
     ),
 )  # fmt: skip
 
@@ -113,7 +146,7 @@ def _patterns(kind: Kind, e: Engine, rule: str) -> tuple[Chain, Chain]:
 
 def _same(kind: Kind, m: Match, b: Builder) -> Any:
     """Return what linears of one product have in common."""
-    x, quantized = kind.given(m.anchor, b.graph)
+    x, quantized = kind.given(m, b)
     return x.id, quantized, spec_of(m.out).shape[:-1], kind.after(m, x, b)
 
 
@@ -121,7 +154,7 @@ def _joins(kind: Kind, m: Match, b: Builder) -> bool:
     """Whether columns of a larger result can stand for this one. What leaves the region or has a symbolic size would be copied."""
     if not kind.when(m, b) or not spec_of(m.out).static or b.graph.escapes(m.out):
         return False
-    return spec_of(kind.given(m.anchor, b.graph)[0]).shape[:-1] == spec_of(m.out).shape[:-1]
+    return spec_of(kind.given(m, b)[0]).shape[:-1] == spec_of(m.out).shape[:-1]
 
 
 def _candidates(kind: Kind, whole: Chain, alone: Chain, m: Match, b: Builder) -> Iterator[Iterable[Match]]:
@@ -146,7 +179,8 @@ def _siblings(kind: Kind, whole: Chain, alone: Chain, m: Match, b: Builder) -> M
         group = next((g for g in groups.values() if len(g) > 1 and g[0].anchor is m.anchor), None)
         ops = b.graph.ordered(op for part in group or () for op in part.ops)
         if group is not None and all(map(b.graph.free, ops)):
-            return replace(m, ops=ops, at=m.anchor, captures={"parts": tuple(group)})
+            rules = tuple(rule for part in group for rule in part.rules)
+            return replace(m, ops=ops, at=m.anchor, captures={"parts": tuple(group)}, rules=rules)
     return None
 
 
@@ -160,18 +194,19 @@ def _width(part: Match) -> int:
 def _pays(kind: Kind, e: Engine, m: Match, b: Builder) -> bool:
     """Whether this engine takes the linears as one. The last able engine takes what the others declined."""
     first = m["parts"][0]
-    able = [o for o in present() if takes(o, first)]
+    able = [o for o in present(kind.engines) if takes(o, first)]
     if e not in able:
         return False
     wanted = str(b.ctx.options.get("engine", "auto"))
-    among = [o for o in able if o.name == wanted] or able
-    floats = spec_of(first.anchor.out).dtype if kind.floats and among is able else None
-    found = _fastest(b, kind.shape(first, b), [*map(_width, m["parts"])], among, floats)
-    return found == e.name or (found in [o.name for o in among] and wanted == "auto" and e == able[-1])
+    if any(o.name == wanted for o in able):
+        return e.name == wanted
+    floats = spec_of(first.anchor.out).dtype if kind.floats else None
+    found = _fastest(b, kind.shape(first, b), [*map(_width, m["parts"])], able, floats)
+    return found == e.name or (found in [o.name for o in able] and e == able[-1])
 
 
 def _fastest(
-    b: Builder, shape: Product | Dynamic, widths: Sequence[int], among: Sequence[Engine], floats: torch.dtype | None
+    b: Builder, shape: Shape, widths: Sequence[int], among: Sequence[Engine], floats: torch.dtype | None
 ) -> str:
     """Return the engine that is fastest with one product of these widths, or another name if a product each is faster, or floats
     are."""
@@ -182,19 +217,19 @@ def _fastest(
         candidates[e.name] = partial(_together, e, shape, narrow)
         candidates[f"{e.name}, apart"] = partial(_apart, e, shape, narrow)
     if floats is not None and torch.backends.mkldnn.is_available():
-        assert isinstance(shape, Product)
-        candidates.update(FLOAT_MAKERS[Product](replace(shape, n=sum(narrow)), floats, b.ctx.options["prepack"] == "auto"))
+        makers = FLOAT_MAKERS[type(shape)]
+        candidates.update(makers(replace(shape, n=sum(narrow)), floats, b.ctx.options["prepack"] == "auto"))
     key = replace(shape, n=sum(widths)).key
     around = "" if floats is None else f" {floats}".replace("torch.", "")
     return b.ctx.choose(f"{key} of {'+'.join(map(str, widths))} {'/'.join(candidates)}{around}", Lazy(candidates))
 
 
-def _together(e: Engine, shape: Product | Dynamic, widths: Sequence[int]) -> Thunk:
+def _together(e: Engine, shape: Shape, widths: Sequence[int]) -> Thunk:
     run = MAKERS[type(shape)](e, replace(shape, n=sum(widths)))()
     return lambda: run().split(widths, -1)
 
 
-def _apart(e: Engine, shape: Product | Dynamic, widths: Sequence[int]) -> Thunk:
+def _apart(e: Engine, shape: Shape, widths: Sequence[int]) -> Thunk:
     runs = [MAKERS[type(shape)](e, replace(shape, n=n))() for n in widths]
     return lambda: [run() for run in runs]
 
@@ -205,7 +240,7 @@ def _apart(e: Engine, shape: Product | Dynamic, widths: Sequence[int]) -> Thunk:
 def _write(kind: Kind, e: Engine, m: Match, b: Builder) -> None:
     parts: Sequence[Match] = m["parts"]
     first, widths = parts[0], [*map(_width, m["parts"])]
-    x, quantized = kind.given(first.anchor, b.graph)
+    x, quantized = kind.given(first, b)
     packed, scale, bias = _constants(e, parts, b)
     shape = (*spec_of(first.out).shape[:-1], sum(widths))
     stride = contiguous_strides(shape)  # type: ignore[arg-type]
@@ -245,12 +280,12 @@ def _bias(part: Match, b: Builder) -> Ref:
 
 
 def _row(kind: Kind, e: Engine) -> Row:
-    rule = f"int8.siblings.{kind.name}.{e.name}"
+    rule = f"int8.siblings.{kind.id}.{e.name}"
     return Row(
         rule, chain("linear"), extend=partial(_siblings, kind, *_patterns(kind, e, rule)), pays=partial(_pays, kind, e),
         write=partial(_write, kind, e), note="one int8 product for several",
     )  # fmt: skip
 
 
-ROWS: tuple[Row, ...] = tuple(_row(kind, e) for e in ENGINES if e.absent() is None for kind in KINDS)
+ROWS: tuple[Row, ...] = tuple(_row(kind, e) for kind in KINDS for e in present(kind.engines))
 """The rewrite rows, in the order in which they are tried: before those of single products."""

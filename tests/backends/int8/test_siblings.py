@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from fusewright.interface import Fragment, Value
+from fusewright.interface import Fragment, RuleLog, Value
 from fusewright.plan.ir import Call
 from fusewright_int8.backend import X86Int8
 from fusewright_int8.run import reference
+from fusewright_int8.siblings import ROWS
 from tests.backends.int8.common import (
     DEVICE,
     ENGINES,
@@ -28,17 +29,17 @@ from tests.backends.int8.common import (
 from tests.fragments import Context, Sketch, by_preference
 
 PRODUCTS = {"core": "fusewright_int8::{}", "onednn": "fusewright_int8::{}_onednn"}
-ROWS, K = (2, 5), 16
+SHAPE, K = (2, 5), 16
 WIDTHS = (16, 16, 16)
 
 
 def _static(g: Sketch, zero: int = 128) -> Value:
-    return dequantize(g, g.input(quantized_input((*ROWS, K), U8)), 0.02, zero)
+    return dequantize(g, g.input(quantized_input((*SHAPE, K), U8)), 0.02, zero)
 
 
 def _tokens(g: Sketch) -> Value:
     """Sketch floats that are quantized by row as they come."""
-    x = g.input(torch.randn(*ROWS, K))
+    x = g.input(torch.randn(*SHAPE, K))
     scale = g.op("choose_qparams_per_token", x, I8)
     made = g.ops[-1].outs
     q = g.op("quantize_per_token", x, *made, -127, 127, I8)
@@ -46,7 +47,12 @@ def _tokens(g: Sketch) -> Value:
     return g.op("dequantize_per_token", q, *made, -127, 127, I8, F32)
 
 
-INPUTS = {"static": (_static, "linear"), "dynamic": (_tokens, "dynamic_linear")}
+def _floats(g: Sketch) -> Value:
+    return g.input(torch.randn(*SHAPE, K))
+
+
+INPUTS = {"static": (_static, "linear"), "dynamic": (_tokens, "dynamic_linear"), "weight_only": (_floats, "weight_linear")}
+CASES = [(kind, e) for kind in INPUTS for e in ENGINES if kind != "weight_only" or e == "core"]
 
 
 def _linear(g: Sketch, x: Value, n: int, bias: bool = True) -> Value:
@@ -65,9 +71,9 @@ def _products(fragment: Fragment) -> list[str]:
 
 def _apart(g: Sketch, outs: Sequence[Value], engine: str) -> list[torch.Tensor]:
     """Run the sketch with a product for each linear."""
-    given = {**X86Int8.options, "engine": engine}
     g.temporaries.clear()
-    ctx = Context(given, DEVICE, by_preference(f"{engine}, apart", engine, "packed", "aten", "together"), specs=g.temporaries)
+    given, off = {**X86Int8.options, "engine": engine}, RuleLog(frozenset(row.id for row in ROWS))
+    ctx = Context(given, DEVICE, by_preference(engine, "packed", "aten", "together"), specs=g.temporaries, rules=off)
     found = X86Int8(DEVICE).compile(g.region(outs), ctx)
     assert isinstance(found, Fragment) and "aten::slice.Tensor" not in calls(found)
     return g.run(found, outs)
@@ -79,10 +85,9 @@ def _judge(g: Sketch, outs: Sequence[Value], joined: Sequence[torch.Tensor], eng
         torch.testing.assert_close(one, eager, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("widths", [WIDTHS, (32, 16, 8), (3, 70, 1)], ids=["query, key, value", "grouped keys", "odd"])
 @pytest.mark.parametrize("biases", [(True, True, True), (False, False, False), (False, True, False)], ids=str)
-@pytest.mark.parametrize("kind", INPUTS)
+@pytest.mark.parametrize(("kind", "engine"), CASES)
 def test_query_key_and_value_are_one_product(kind: str, biases: tuple[bool, ...], widths: tuple[int, ...], engine: str) -> None:
     g = Sketch()
     make, call = INPUTS[kind]
@@ -109,7 +114,7 @@ def test_what_is_joined_is_packed_once(kind: str) -> None:
 def test_the_joined_product_is_the_definitions() -> None:
     """Bit for bit, as each product alone."""
     g = Sketch()
-    x, weights = quantized_input((*ROWS, K), U8), [torch.randint(-127, 128, (n, K), dtype=I8) for n in WIDTHS]
+    x, weights = quantized_input((*SHAPE, K), U8), [torch.randint(-127, 128, (n, K), dtype=I8) for n in WIDTHS]
     held = dequantize(g, g.input(x), 0.02, 128)
     scales = [torch.rand(n) * 0.02 + 0.01 for n in WIDTHS]
     outs = []
@@ -120,7 +125,7 @@ def test_the_joined_product_is_the_definitions() -> None:
     fragment = compiled(g, outs)
     assert _products(fragment) == ["fusewright_int8::linear"]
     for ours, w, s in zip(g.run(fragment, outs), weights, scales, strict=True):
-        exact = reference.linear(x.view(-1, K), w, s, None, 0.02, 128).view(*ROWS, -1)
+        exact = reference.linear(x.view(-1, K), w, s, None, 0.02, 128).view(*SHAPE, -1)
         assert torch.equal(ours, exact.transpose(0, 1).relu())
 
 
@@ -186,7 +191,7 @@ def _count(g: Sketch, outs: Sequence[Value]) -> int:
 @needs_core
 def test_inputs_quantized_differently_are_not_joined() -> None:
     g = Sketch()
-    q = g.input(quantized_input((*ROWS, K), U8))
+    q = g.input(quantized_input((*SHAPE, K), U8))
     outs = [_read(g, _linear(g, dequantize(g, q, scale, 128), 16)) for scale in (0.02, 0.03)]
     assert _count(g, outs) == 2
 
@@ -204,7 +209,7 @@ def test_a_weight_that_is_no_constant_is_not_joined() -> None:
 def test_a_residual_stays_in_its_own_product(kind: str) -> None:
     g = Sketch()
     x = INPUTS[kind][0](g)
-    summed = g.op("add", _linear(g, x, 16), g.input(torch.randn(*ROWS, 16)))
+    summed = g.op("add", _linear(g, x, 16), g.input(torch.randn(*SHAPE, 16)))
     assert _count(g, [_read(g, summed), _read(g, _linear(g, x, 16))]) == 2
 
 
@@ -233,7 +238,7 @@ def test_nothing_is_joined_where_that_measured_slower(kind: str, answer: str) ->
     assert isinstance(found, Fragment) and len(_products(found)) == 3
     asked = [key for key in ctx.asked if "16+16+16" in key]
     assert asked and all("core/core, apart" in key for key in asked)
-    assert ("floats" in asked[0]) == (kind == "static")
+    assert ("floats" in asked[0]) == (kind != "dynamic")  # its graph quantizes in floats too
 
 
 @needs_core
