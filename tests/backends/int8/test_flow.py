@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -52,29 +51,6 @@ def cnn() -> nn.Module:
             m.running_mean.normal_()
             m.running_var.uniform_(0.5, 2)
     return net
-
-
-@pytest.fixture
-def plans() -> Iterator[_Texts]:
-    """Collect the text of every plan."""
-    with report.recording() as reports:
-        yield _Texts(reports)
-
-
-class _Texts(list[str]):
-    def __init__(self, reports: list[Any]) -> None:
-        self._reports = reports
-
-    def calls(self, k: int = -1) -> list[str]:
-        """The int8 calls of a plan in order, without prepared constants."""
-        return [w.partition("(")[0].removesuffix("_default") for w in self.text(k).split("= fusewright_int8_")[1:]]
-
-    def text(self, k: int = -1) -> str:
-        """What runs at each call."""
-        return self.whole(k).partition("def run(")[2]
-
-    def whole(self, k: int = -1) -> str:
-        return str(self._reports[k].texts["plan"])
 
 
 def compiled(model: nn.Module, engine: str = ENGINES[0]) -> Any:
@@ -373,7 +349,7 @@ def test_every_recipe_is_told_to_people() -> None:
 
 @pytest.mark.parametrize("floats", [True, False])
 def test_the_weight_of_a_layer_left_to_floats_is_converted_once(
-    monkeypatch: pytest.MonkeyPatch, plans: _Texts, floats: bool
+    monkeypatch: pytest.MonkeyPatch, plans: Any, floats: bool
 ) -> None:
     """Not at every call, and not at all for an int8 layer."""
     monkeypatch.setattr("fusewright_int8.lowerings.fastest", lambda *_, **__: FLOATS if floats else "onednn")
