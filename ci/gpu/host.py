@@ -1,7 +1,8 @@
 """Host time per call of a compiled model on a GPU, in us: `python -m ci.gpu.host [bert vit distilgpt2 decode ...]`.
 
-Medians of calls, each on an idle GPU: Dynamo up to our callable, our part up to the graph launch, the launch, the time after it,
-the whole call. Then the device time of the graph, and the time of a call on an idle GPU.
+Medians of calls, each after a wait for the GPU: Dynamo up to our callable, our part up to the graph launch, the launch, the time
+after it, the whole call on the host; the same call with a backend that does nothing. Then the device time of the graph, and the
+time of a call on an idle GPU.
 
 `python -m ci.gpu.host --plain [bert bert:dynamic gpt2_small:train ...]` measures calls that are not replayed: how many loop kernels
 they launch, how many by address, the host time per launch, and the whole call: by Python, by `fusewright-native`, in eager.
@@ -32,7 +33,10 @@ from fusewright_triton.run.launch import GpuLauncher
 CALLS = 60
 DEVICE, CLOCK = "cuda", Clock("cuda")
 OURS: Any = {"backend": "nvidia_triton", "options": {"fallback": "allow"}}
-COLUMNS = ("Dynamo", "ours before the launch", "launch", "rest", "call")
+COLUMNS = ("Dynamo", "ours before the launch", "launch", "rest", "call", "with a backend that does nothing")
+WAITED = 8192
+"""The size of a product that keeps the GPU busy for some milliseconds before a call, as in a program that waits for its results:
+little of what a call needs is then in the processor's caches."""
 
 
 def compiled(model: str) -> Callable[[], Any]:
@@ -57,6 +61,39 @@ def _training(model: str, compile: Callable[[Any], Any]) -> Callable[[], Any]:
     step = suite.train_step(model, "full", "amp").to(DEVICE)
     step.compiled = compile(step.module)
     return step.backward
+
+
+def compiled_to_nothing(model: str) -> Callable[[], Any]:
+    """Return the same call with a backend that returns the results of its first run."""
+
+    def backend(gm: torch.fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
+        made: list[Any] = []
+
+        def run(*args: Any) -> Any:
+            if not made:
+                made.append(gm(*args))
+            return made[0]
+
+        return run
+
+    call = _inference(model, lambda module: torch.compile(module, backend=backend))
+    for _ in range(6):
+        call()
+    return call
+
+
+@functools.cache
+def _large() -> torch.Tensor:
+    return torch.ones(WAITED, WAITED, dtype=torch.bfloat16, device=DEVICE)
+
+
+def waited() -> int:
+    """Keep the GPU busy, wait for it, and return the time, in ns."""
+    x = _large()
+    for _ in range(3):
+        torch.mm(x, x)
+    torch.cuda.synchronize()
+    return time.perf_counter_ns()
 
 
 def recordings() -> list[tuple[Replayed, Any]]:
@@ -92,8 +129,7 @@ def host_us(call: Callable[[], Any]) -> list[float]:
     for _ in range(CALLS):
         times.clear()
         entered.clear()
-        torch.cuda.synchronize()
-        start = time.perf_counter_ns()
+        start = waited()
         call()
         end = time.perf_counter_ns()
         at = (start, entered[0], times[0], times[-1], end)
@@ -102,6 +138,16 @@ def host_us(call: Callable[[], Any]) -> list[float]:
     for (_, r), replay in zip(found, plain, strict=True):
         r.replay = replay
     return [statistics.median(column) / 1e3 for column in zip(*rows, strict=True)]
+
+
+def nothing_us(call: Callable[[], Any]) -> float:
+    """Return the median time of a call that does nothing."""
+    times = []
+    for _ in range(CALLS):
+        start = waited()
+        call()
+        times.append(time.perf_counter_ns() - start)
+    return statistics.median(times) / 1e3
 
 
 def device_us(replay: Callable[[], None], times: int = 5) -> float:
@@ -183,7 +229,7 @@ def main() -> None:
     print("model |", " | ".join(COLUMNS), "| graph on the device | call on an idle GPU")
     for model in sys.argv[1:] or ["bert", "vit", "distilgpt2", "decode"]:
         call = compiled(model)
-        columns = [f"{us:.0f}" for us in host_us(call)]
+        columns = [f"{us:.0f}" for us in (*host_us(call), nothing_us(compiled_to_nothing(model)))]
         graph = statistics.median(device_us(r.replay) for _ in range(8) for _, r in recordings())
         print(model, "|", " | ".join(columns), f"| {graph:.0f} | {call_us(call, CALLS):.0f}", flush=True)
         del call

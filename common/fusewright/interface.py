@@ -402,6 +402,17 @@ class PoolingRecorder(Recorder, Protocol):
         ...
 
 
+@runtime_checkable
+class CopyingRecorder(Recorder, Protocol):
+    """A recorder with faster copies than torch's, for the inputs and results of a replay. Since interface 1.9."""
+
+    def copies(self) -> Any | None:
+        """Return an object for the current device, or None. `copy_in(targets)` returns a function that copies a list of tensors to
+        `targets`, `copy_out(sources)` one that returns copies of `sources`: dense tensors of equal layouts, on the current
+        stream. Where they cannot, they do nothing and return False or None."""
+        ...
+
+
 @dataclass
 class RuleLog:
     """The rewrite rules that may still apply to a graph, and how often each did. `disabled` holds ids that are switched off,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from fusewright import _torch_compat
 from fusewright.cache.tune import Tuner
 from fusewright.errors import FreedStorageError
 from fusewright.plan import native
@@ -180,3 +182,60 @@ def test_plans_give_the_same_and_are_shown_the_same(dynamic: bool, monkeypatch: 
         torch.testing.assert_close(a, b)
     middle = shown.index("next")
     assert shown[:middle] == shown[middle + 1 : -1]
+
+
+# ---------------------------------------------------------------- copies by a driver
+
+
+@pytest.fixture
+def driver_copies(core: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A driver that copies in this process's memory, for a device that a test makes current."""
+    calls: list[tuple[int, int, int, int]] = []
+
+    def copied(to: int, source: int, count: int, stream: int) -> int:
+        calls.append((to, source, count, stream))
+        ctypes.memmove(to, source, count)
+        return 0 if stream == 77 else 700
+
+    kept = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_uint64] * 4)(copied)
+    device, streams = [0], {0: 77}
+    monkeypatch.setattr(_torch_compat, "current_device", lambda: device[0])
+    monkeypatch.setattr(_torch_compat, "current_stream", lambda index: streams[index])
+    monkeypatch.setattr(
+        _torch_compat, "empty_strided_on_gpu", lambda n, s, dtype: torch.empty_strided(n, s, dtype=dtype).fill_(7)
+    )
+    copies = native.device_copies(ctypes.cast(kept, ctypes.c_void_p).value or 0, 0)
+    return SimpleNamespace(copies=copies, calls=calls, device=device, streams=streams, kept=kept)
+
+
+def test_inputs_are_copied_by_the_driver(driver_copies: Any) -> None:
+    given = [torch.randn(3, 4).t(), torch.arange(5), torch.empty(0)]
+    targets = [torch.zeros(3, 4).t(), torch.zeros(5, dtype=torch.int64), torch.empty(0)]
+    run = driver_copies.copies.copy_in(targets)
+    given[2] = torch.empty(1)[:0]
+    assert run(given) is True
+    assert all(map(torch.equal, targets, given)) and [c[2:] for c in driver_copies.calls] == [(48, 77), (40, 77)]
+    with pytest.raises(TypeError, match="a list of 3"):
+        run(given[:2])
+    with pytest.raises(TypeError, match="a tensor was expected"):
+        run([1, *given[1:]])
+
+
+def test_results_are_copies_in_fresh_memory(driver_copies: Any) -> None:
+    sources = [torch.randn(3, 4).t(), torch.arange(5)]
+    run = driver_copies.copies.copy_out(sources)
+    one, two = run(), run()
+    for made in (one, two):
+        assert all(map(torch.equal, made, sources)) and made[0].stride() == sources[0].stride()
+    assert one[0].data_ptr() != two[0].data_ptr()
+
+
+def test_copies_are_left_to_torch_on_another_device_and_refusals_are_raised(driver_copies: Any) -> None:
+    x = torch.ones(3)
+    copy_in, copy_out = driver_copies.copies.copy_in([x]), driver_copies.copies.copy_out([x])
+    driver_copies.device[0] = 1
+    assert copy_in([x]) is False and copy_out() is None and not driver_copies.calls
+    driver_copies.device[0], driver_copies.streams[0] = 0, 5
+    for refused in (lambda: copy_in([x]), copy_out):
+        with pytest.raises(RuntimeError, match="refuses a copy: error 700"):
+            refused()

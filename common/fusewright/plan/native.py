@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ from fusewright.config import env_or_default
 from fusewright.errors import without_memory
 
 log = logging.getLogger("fusewright")
+
+dispatch_mode = compat.dispatch_mode
 
 _EXTENSION = "fusewright_native._core"
 _REMEDY = "install a C++20 compiler (apt install g++) and then fusewright-native; until then Python does its part"
@@ -42,13 +44,44 @@ def device_launch(driver: int, errors: int) -> Any | None:
     return core.Device(driver, errors, compat.current_device, compat.current_stream, _bytes_on_gpu)
 
 
+class DeviceCopies:
+    """Copies on a GPU's current stream between tensors of one dense layout, by the driver's function at `address`
+    (cuMemcpyDtoDAsync, hipMemcpyDtoDAsync). See `copies.h` of the extension."""
+
+    def __init__(self, core: Any, address: int, device: int) -> None:
+        self._core = core
+        self._how = (address, device, compat.current_device, compat.current_stream, compat.empty_strided_on_gpu)
+
+    def copy_in(self, targets: Sequence[torch.Tensor]) -> Callable[[list[torch.Tensor]], bool]:
+        """A function that copies a list of tensors to these; False if another device is current."""
+        made: Callable[[list[torch.Tensor]], bool] = self._core.copy_in(*self._how, [(t.data_ptr(), _bytes(t)) for t in targets])
+        return made
+
+    def copy_out(self, sources: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor] | None]:
+        """A function that returns copies of these tensors, of the same layout; None if another device is current."""
+        told = [(t.data_ptr(), _bytes(t), tuple(t.shape), t.stride(), t.dtype) for t in sources]
+        made: Callable[[], list[torch.Tensor] | None] = self._core.copy_out(*self._how, told)
+        return made
+
+
+def device_copies(address: int, device: int) -> DeviceCopies | None:
+    """Copies by the driver; None without the extension."""
+    core = extension()
+    return None if core is None else DeviceCopies(core, address, device)
+
+
+def _bytes(t: torch.Tensor) -> int:
+    return t.numel() * t.element_size()
+
+
 def _bytes_on_gpu(count: int) -> torch.Tensor:
     return compat.empty_strided_on_gpu((count,), (1,), torch.uint8)
 
 
 def call_cache(run: Callable[..., Any], trace: Callable[..., Any], launch: int, encode: int) -> Callable[..., Any] | None:
-    """`run`, whose repeated calls skip Python: `trace` tells once for each layout of the arguments what a call does. `launch` and
-    `encode` are addresses of the driver's functions. None without the extension. See `call_cache.h` of the extension."""
+    """`run`, whose repeated calls skip Python: `trace` tells once for each layout of the arguments what a call does (with
+    `dispatch_mode`). `launch` and `encode` are addresses of the driver's functions. None without the extension. See `call_cache.h`
+    of the extension."""
     core = extension()
     if core is None:
         return None

@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include "call_cache.h"
+#include "copies.h"
 #include "device.h"
 #include "launch.h"
 #include "tensor.h"
@@ -49,6 +50,19 @@ PYBIND11_MODULE(_core, m) {
                          const py::object& stream, std::uintptr_t launch, std::uintptr_t encode) {
     return callable(call_cache(run.ptr(), trace.ptr(), {empty.ptr(), device.ptr(), stream.ptr(), launch, encode}));
   }, py::arg("run"), py::arg("trace"), py::arg("empty"), py::arg("device"), py::arg("stream"), py::arg("launch"), py::arg("encode"));
+  using Target = std::pair<std::int64_t, std::size_t>;
+  m.def("copy_in", [](std::uintptr_t copy, std::int64_t device, const py::object& current, const py::object& stream,
+                      const py::object& empty, std::vector<Target> targets) {
+    return callable(copy_in({copy, device, current.ptr(), stream.ptr(), empty.ptr()}, std::move(targets)));
+  });
+  using Source = std::tuple<std::int64_t, std::size_t, py::object, py::object, py::object>;
+  m.def("copy_out", [](std::uintptr_t copy, std::int64_t device, const py::object& current, const py::object& stream,
+                       const py::object& empty, const std::vector<Source>& sources) {
+    std::vector<std::tuple<std::int64_t, std::size_t, PyObject*, PyObject*, PyObject*>> told;
+    for (const auto& [address, bytes, size, stride, dtype] : sources)
+      told.push_back({address, bytes, size.ptr(), stride.ptr(), dtype.ptr()});
+    return callable(copy_out({copy, device, current.ptr(), stream.ptr(), empty.ptr()}, told));
+  });
   m.def("watch", [](const py::object& arguments, const std::vector<Py_ssize_t>& places, const std::vector<Py_ssize_t>& moving) {
     return callable(watch(arguments.ptr(), places, moving));
   });

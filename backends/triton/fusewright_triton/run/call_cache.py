@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from fusewright import _torch_compat as compat
 from fusewright.plan import native
 from fusewright_triton.run.bound import Bound, TensorDescriptor
 from fusewright_triton.run.driver import DESCRIPTOR, driver, encoding
@@ -53,7 +52,7 @@ def traced(run: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, tup
     trace = Trace([*args, *kwargs.values()])
     _tracing.trace = trace
     try:
-        with compat.dispatch_mode(trace.dispatched):
+        with native.dispatch_mode(trace.dispatched):
             result = run(*args, **kwargs)
     finally:
         _tracing.trace = None

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 
 from fusewright import machine
+from fusewright.plan import native
 from fusewright_triton.run import memsets
+from fusewright_triton.run.driver import driver
 from fusewright_triton.run.launch import errors
 from fusewright_triton.run.streams import Pool, side_of
 
@@ -49,6 +51,11 @@ class Graphs:
     def pool(self) -> Pool:
         """See `PoolingRecorder.pool`."""
         return Pool()
+
+    def copies(self) -> native.DeviceCopies | None:
+        """See `CopyingRecorder.copies`."""
+        d = driver("cuda" if torch.version.hip is None else "hip")
+        return native.device_copies(d.copy_address(), torch.cuda.current_device())
 
     def record(
         self, run: Callable[[], Sequence[torch.Tensor]], warm: bool, shared: bool | Pool = True

@@ -281,14 +281,14 @@ class Replayed(Recorded[_Recording]):
     def _record(self, stream: Hashable, args: list[Any], prepared: Prepared | None) -> _Recording:
         constants = prepared.values if prepared is not None else ()
         with torch.inference_mode(False), torch.no_grad():
-            copy_in = CopiesIn(args, self.parts.copied)
+            copy_in = CopiesIn(args, self.parts.copied, self.recorder)
             given = copy_in.given(args)
             if self._pieces is not None:
                 kept, replay = self._pieces.record(self.recorder, [*given, *constants], shared=True)
             else:  # a warm-up runs the head, so skip it if that would write into inputs
                 kept, replay = self.recorder.record(lambda: self._head([*given, *constants]), warm=not self._writes)
             by_id = dict(zip((*self.plan.prepare_outputs, *self.parts.kept), (*constants, *kept), strict=True))
-            copy_out = copier_out([by_id[v] for v in self.parts.early])
+            copy_out = copier_out([by_id[v] for v in self.parts.early], self.recorder)
         rest = [by_id[v] for v in self.parts.tail_rest]
         weights = self._weights if prepared is not None else ()
         same = watch(args, weights, set(self.parts.fixed).difference(weights))

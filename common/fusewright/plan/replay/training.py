@@ -220,7 +220,7 @@ class Retained(Recorded[_Recording]):
         fixed = set(self._places or ())
         try:
             with torch.inference_mode(False), torch.no_grad(), self.on_device():
-                copy_in = CopiesIn(args, sorted(set(self._used) - fixed))
+                copy_in = CopiesIn(args, sorted(set(self._used) - fixed), self.recorder)
                 kept, again = self._recorded_body(copy_in.given(args))
             if any(mismatch(t, self.plan.specs[v]) for v, t in zip(self._kept, kept, strict=True)):
                 self._give_up(OTHER_TENSORS)
