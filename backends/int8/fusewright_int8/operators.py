@@ -204,7 +204,9 @@ def conv(
     """Compute with our core."""
     if packed.dtype.is_floating_point:
         return _wide_conv(x, packed, w_scale, bias, scale, zero, rest[:4], _epilogue(*rest[4:]))
-    return native.planned_conv2d(x, packed, w_scale, bias, scale, zero, kernel_size, *rest)
+    stride, padding, dilation, groups, *after = rest
+    given = packed, kernel_size, w_scale, bias, scale, zero, stride, padding, dilation, groups
+    return native.conv2d(x, *given, **_named(after))
 
 
 def _conv_onednn(
