@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fusewright.plan.ir import call_directly
+from fusewright.plan.ir import call_directly, launch_directly
 from fusewright_int8.run import native
+from fusewright_int8.run.bound import binds
 from fusewright_int8.run.reference import RULES, Epilogue, dequantize, quantize_dynamic
 
 NAMESPACE = "fusewright_int8"
@@ -326,3 +327,7 @@ def _dynamic_onednn(
 
 
 _operator(f"dynamic_linear_onednn({_FLOAT}, str rule, {_AFTER}) -> Tensor")(partial(_floats, _dynamic_onednn))
+
+
+for _op, _entry in (("linear", "linear"), ("conv", "conv2d"), ("matmul", "matmul"), ("dynamic_linear", "dynamic_linear"), ("weight_linear", "weight_linear")):
+    launch_directly(name(_op), binds(_entry))

@@ -6,11 +6,11 @@ tuples or lists of these.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from fusewright.interface import Dim
+from fusewright.interface import Dim, KernelCode, TensorSpec
 from fusewright.sizes.expr import NumberOf, OffsetOf, SizeExpr, SizeOf, leaves, symbol, values
 
 
@@ -51,6 +51,35 @@ boxing and unboxing twenty arguments takes 10 us."""
 def call_directly(target: str, run: Callable[[], Callable[..., Any]]) -> None:
     """Make plans call the function that `run` returns when they are loaded, for an operator whose only kernel it is."""
     DIRECT[target] = run
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A call as a launch of native code, which saves the arguments' way through Python.
+
+    `words` are the argument block of the function at `code.address` (see `KernelCode`): a `Ref` stands for the address of its
+    tensor, whose memory is as its spec says, or `out` for the result's. A `Dim` or formula is a size. Where a tensor of `types` has
+    another type than named there, the operator is called and its result copied.
+    """
+
+    code: KernelCode
+    words: tuple[Any, ...]
+    types: tuple[tuple[Ref, Any], ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "words", tuple(x if isinstance(x, Ref) else _size(x) for x in self.words))
+
+
+Bind: TypeAlias = Callable[["Call", Mapping[int, TensorSpec]], Bound | None]
+"""Bind a call of a plan, given what is known of its values; None for one that stays a call. It must not raise."""
+
+BINDS: dict[str, Bind] = {}
+"""Operators of one result in fresh memory that plans may launch, by name."""
+
+
+def launch_directly(target: str, bind: Bind) -> None:
+    """Make plans launch calls of an operator where `bind` can."""
+    BINDS[target] = bind
 
 
 @dataclass(frozen=True, slots=True)

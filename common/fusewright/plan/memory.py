@@ -1,4 +1,4 @@
-"""Placement of loop-kernel outputs: in a dead input, in the arena, or in a fresh tensor."""
+"""Placement of the outputs of kernels and of calls that are launched: in a dead input, in the arena, or in a fresh tensor."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from fusewright.interface import TensorSpec, hint
 from fusewright.plan.arena import Buffer, layout
 from fusewright.plan.build import Plan, may_alias, shared_by
-from fusewright.plan.ir import Call, Instruction, Launch, Ref, reads
+from fusewright.plan.ir import BINDS, Bound, Call, Instruction, Launch, Ref, reads
 
 
 @dataclass
@@ -20,18 +20,20 @@ class Placement:
     arena_bytes: int = 0
     device: str = ""
     """The device of the arena."""
+    bound: dict[int, Bound] = field(default_factory=dict)
+    """Calls that are launched, by their result."""
 
 
 def place(plan: Plan) -> Placement:
-    """Place every `Launch` output of a plan."""
+    """Place every output of a plan's kernels and launched calls."""
     instructions = plan.instructions
-    if not any(isinstance(i, Launch) for i in instructions):
-        return Placement()
+    placement = Placement(bound=_bound(plan))
+    if not placement.bound and not any(isinstance(i, Launch) for i in instructions):
+        return placement
     roots = roots_of(instructions)
     last = _last_use(instructions, roots)
     escaping = {root for r in plan.outputs if isinstance(r, Ref) for root in roots.get(r.id, {r.id})}
     last.update(dict.fromkeys(escaping, len(instructions)))  # the caller reads them at the end
-    placement = Placement()
     kept: dict[int, int] = {}  # value -> the value whose buffer it lives in
     fresh = {o for i in instructions if not may_alias(i) for o in i.outs}
     for k, i in enumerate(instructions):
@@ -39,13 +41,24 @@ def place(plan: Plan) -> Placement:
             _take_over(plan, i, k, roots, last, fresh, placement, kept)
     located = {root for i in instructions for r in _located(i) for root in roots.get(r, {r})}
     if plan.policy.arena:
-        placement.device = next(plan.specs[o].device for i in instructions if isinstance(i, Launch) for o in i.outs)
+        placement.device = next(plan.specs[o].device for i in instructions for o in _made(i, placement))
         buffers = _buffers(plan, placement, kept, last, escaping | located)
         placement.offset, placement.arena_bytes = layout(buffers, plan.policy.arena)
     for value, base in kept.items():
         if base in placement.offset:
             placement.offset[value] = placement.offset[base]
     return placement
+
+
+def _bound(plan: Plan) -> dict[int, Bound]:
+    calls = (i for i in plan.instructions if isinstance(i, Call) and i.target in BINDS)
+    found = ((i.outs[0], BINDS[i.target](i, plan.specs)) for i in calls)
+    return {out: bound for out, bound in found if bound is not None}
+
+
+def _made(i: Instruction, placement: Placement) -> Sequence[int]:
+    """The results of an instruction whose memory the host provides."""
+    return i.outs if isinstance(i, Launch) or (i.outs and i.outs[0] in placement.bound) else ()
 
 
 def roots_of(instructions: Sequence[Instruction]) -> dict[int, set[int]]:
@@ -110,14 +123,12 @@ def _same(a: TensorSpec, b: TensorSpec) -> bool:
 def _buffers(
     plan: Plan, placement: Placement, kept: dict[int, int], last: dict[int, int], apart: set[int]
 ) -> list[Buffer]:
-    """Arena buffers: made by a kernel, of fixed size, and neither in `apart` (values that need their own storage) nor sharing
+    """Arena buffers: made by a kernel or launched call, of fixed size, and neither in `apart` (values that need their own storage) nor sharing
     memory with one in it."""
     seen_outside = {kept.get(v, v) for v in apart}
     found = []
     for k, i in enumerate(plan.instructions):
-        if not isinstance(i, Launch):
-            continue
-        for o in i.outs:
+        for o in _made(i, placement):
             spec = plan.specs[o]
             if o not in placement.onto and o not in seen_outside and spec.static and spec.device == placement.device:
                 found.append(Buffer(o, storage_bytes(spec), k, last[o]))

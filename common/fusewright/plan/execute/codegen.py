@@ -18,7 +18,7 @@ from fusewright.plan.build import Plan, operator_of
 from fusewright.plan.execute.firstrun import Check
 from fusewright.plan.execute.frame import Frame, Frames, bits, entry, fail
 from fusewright.plan.execute.prepare import PreparedCache
-from fusewright.plan.ir import Call, CallPython, Instruction, Launch, Ref, reads
+from fusewright.plan.ir import Bound, Call, CallPython, Instruction, Launch, Ref, reads
 from fusewright.plan.labels import labeler
 from fusewright.plan.memory import Placement
 from fusewright.plan.verify import PLACE
@@ -96,19 +96,46 @@ def _call(i: Call | CallPython, names: Names) -> str:
 
 
 class _Launches:
-    """Write the launches of a plan, and collect what a frame must hold for them."""
+    """Write the launches of a plan, and collect what a frame must hold for them. `bound`: launch also the calls that can be."""
 
     def __init__(
-        self, plan: Plan, placement: Placement, kernels: Mapping[str, KernelCode], names: Names, core: Any | None = None
-    ) -> None:
+        self, plan: Plan, placement: Placement, kernels: Mapping[str, KernelCode], names: Names, core: Any | None = None,
+        bound: bool = True,
+    ) -> None:  # fmt: skip
         self.plan, self.placement, self.kernels, self.names, self.core = plan, placement, kernels, names, core
+        self.bound: Mapping[int, Bound] = placement.bound if bound else {}
         self.blocks: dict[int, list[Any]] = {}
         self._shared: dict[Hashable, tuple[str, str]] = {}
+        self._types: dict[Any, str] = {}
 
     def lines(self, i: Launch, framed: bool) -> list[str]:
         """Allocate the outputs, then call; `framed` if a frame holds the argument blocks."""
-        made = [self._allocate(o) for o in i.outs]
-        return made + (self._native(i) if framed and self.kernels[i.kernel].address is not None else [self._python(i)])
+        made, code = [self._allocate(o) for o in i.outs], self.kernels[i.kernel]
+        if not framed or code.address is None:
+            return [*made, self._python(i)]
+        tensors = (*i.inputs, *map(Ref, i.outs))
+        return made + self._native(code, (*tensors, *i.sizes, *i.scalars), len(tensors))
+
+    def of_call(self, i: Call, text: str, framed: bool) -> list[str]:
+        """The lines for a call whose text is given."""
+        bound = self.bound.get(i.outs[0]) if framed and i.outs else None
+        if bound is None:
+            return [text]
+        out, made = f"v{i.outs[0]}", self._allocate(i.outs[0])
+        launch = self._native(bound.code, bound.words, len(bound.words))
+        if not bound.types:
+            return [made, *launch]
+        fits = " and ".join(f"v{ref.id}.dtype is {self._type(dtype)}" for ref, dtype in bound.types)
+        return [
+            made, f"if {fits}:", *(f"    {line}" for line in launch),
+            f"else: {out}.copy_({text.removeprefix(f'{out} = ')})",
+        ]  # fmt: skip
+
+    def _type(self, dtype: Any) -> str:
+        """A name for a type, which is read faster than `torch.int8`."""
+        if dtype not in self._types:
+            self._types[dtype] = self.names.object("type", dtype)
+        return self._types[dtype]
 
     def _allocate(self, out: int) -> str:
         if out in self.placement.onto:
@@ -127,45 +154,43 @@ class _Launches:
             f"{call}(({', '.join(tensors)},), ({sizes}{',' if i.sizes else ''}), ({scalars}{',' if i.scalars else ''}))"
         )
 
-    def _native(self, i: Launch) -> list[str]:
-        """Write the call's variable arguments into the block; the frame has already filled in the rest."""
+    def _native(self, code: KernelCode, words: Sequence[Any], among: int) -> list[str]:
+        """Write the call's variable arguments into the block; the frame has already filled in the rest. A `Ref` among the first
+        `among` words is a tensor, later a number."""
         k = len(self.blocks)
         block: list[Any] = []
         fill: dict[int, str] = {}
-        for v in (*(r.id for r in i.inputs), *i.outs):
-            if self._in_arena(v):
-                block.append(("arena", v))
-            else:
-                fill[len(block)] = f"v{v}"
-                block.append(None)
-        tensors = set(fill)
-        for x in (*i.sizes, *i.scalars):
-            if isinstance(x, int | float) and not isinstance(x, bool):
+        tensors: set[int] = set()
+        for x in words:
+            if isinstance(x, Ref) and self._in_arena(x.id):
+                block.append(("arena", x.id))
+            elif isinstance(x, int | float) and not isinstance(x, bool):
                 block.append(bits(x, isinstance(x, float)))
             else:
+                if isinstance(x, Ref) and len(block) < among:
+                    tensors.add(len(block))
                 fill[len(block)] = self._number(x)
                 block.append(None)
         self.blocks[k] = block
         workers = "workers" if self.plan.policy.workers else "1"
         if self.core is not None:
-            call, code = self._code(i.kernel, tuple(fill))
+            call, held = self._code(code, tuple(fill))
             return [
                 f"e = {call}({', '.join((f'frame.p{k}', workers, *fill.values()))})",
-                f"if e: fail({code}, e, frame.b{k})",
+                f"if e: fail({held}, e, frame.b{k})",
             ]
-        call, code = self._code(i.kernel)
+        call, held = self._code(code)
         start = [f"b = frame.b{k}"] if fill else []
         filled = [f"b[{n}] = {x}.data_ptr() or without_memory({x})" if n in tensors else f"b[{n}] = {x}" for n, x in fill.items()]
-        return [*start, *filled, f"e = {call}(frame.p{k}, {workers})", f"if e: fail({code}, e, frame.b{k})"]
+        return [*start, *filled, f"e = {call}(frame.p{k}, {workers})", f"if e: fail({held}, e, frame.b{k})"]
 
     def _in_arena(self, value: int) -> bool:
         return value in self.placement.offset
 
-    def _code(self, kernel: str, places: tuple[int, ...] | None = None) -> tuple[str, str]:
+    def _code(self, code: KernelCode, places: tuple[int, ...] | None = None) -> tuple[str, str]:
         """Names of a kernel's callable and of its code. With `places`, the callable first fills these words of the block."""
-        key = (kernel, places)
+        key = (id(code), places)
         if key not in self._shared:
-            code = self.kernels[kernel]
             assert code.address is not None
             run = entry(code.address) if self.core is None else self.core.launch(code.address, places)
             self._shared[key] = (self.names.object("kernel", run), self.names.object("code", code))
@@ -188,9 +213,11 @@ class _Symbols:
     """Define the size symbols used by launches, from shapes and values of the inputs, and from results with data-dependent
     sizes."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, bound: Mapping[int, Bound]) -> None:
         self._plan = plan
-        self._open = {name for i in plan.instructions if isinstance(i, Launch) for name in _mentioned(plan, i)}
+        launches = (i for i in plan.instructions if isinstance(i, Launch))
+        self._open = {n for i in launches for n in _mentioned(plan, i.outs, (*i.sizes, *i.scalars))}
+        self._open |= {n for out, b in bound.items() for n in _mentioned(plan, (out,), b.words)}
 
     def of(self, ids: Iterable[int]) -> list[str]:
         """Definitions that become possible once these values exist."""
@@ -209,10 +236,10 @@ class _Symbols:
         return found
 
 
-def _mentioned(plan: Plan, launch: Launch) -> Iterator[str]:
-    """Names in a launch's sizes and output shapes."""
-    made = (s for o in launch.outs for s in (*plan.specs[o].shape, *plan.specs[o].stride) if isinstance(s, Dim))
-    for size in (*(s.expr for s in made), *launch.sizes, *launch.scalars):
+def _mentioned(plan: Plan, outs: Sequence[int], numbers: Sequence[Any]) -> Iterator[str]:
+    """Names in a launch's numbers and output shapes."""
+    made = (s for o in outs for s in (*plan.specs[o].shape, *plan.specs[o].stride) if isinstance(s, Dim))
+    for size in (*(s.expr for s in made), *numbers):
         yield from names(size)
 
 
@@ -256,7 +283,9 @@ def _body(
         if asserted and any(o in plan.specs for o in i.outs):  # the graph's own assertions come first: their messages are eager's
             lines += [asserted.pop(r) for r in set(reads(i)) & asserted.keys()]
         written = launches.lines(i, framed) if isinstance(i, Launch) else [_call(i, names)]
-        written[-1 if not isinstance(i, Launch) else 0] += _comment(plan, i)
+        if isinstance(i, Call):
+            written = launches.of_call(i, written[0], framed)
+        written[0] += _comment(plan, i)
         lines += [f"    {line}" for line in (_marked(written, names.object("label", label(i))) if label else written)]
         checks = {o: f"    check({{{o}: v{o}}})" for o in i.outs if o in checked} if isinstance(i, Call) else {}
         if symbols is not None and isinstance(i, Call):
@@ -304,7 +333,8 @@ def source(
     if plan.prepare:
         kept = set(plan.prepare_outputs) | set(plan.attributes)
         lines.append(f"def prepare({', '.join(f'v{i}' for i in plan.prepare_inputs)}):")
-        believed = {r for i in (*plan.prepare, *plan.instructions) if isinstance(i, Launch) for r in reads(i)}
+        launched = (i for i in (*plan.prepare, *plan.instructions) if isinstance(i, Launch) or not launches.bound.keys().isdisjoint(i.outs))
+        believed = {r for i in launched for r in reads(i)}
         lines += _body(plan, plan.prepare, kept, names, launches, believed & plan.specs.keys() if checked else (), framed=False)
         lines.append(f"    return ({''.join(f'v{i}, ' for i in plan.prepare_outputs)})")
         lines.append("")
@@ -319,12 +349,12 @@ def source(
         left = f"{', '.join(f'v{i}' for i in plan.prepare_outputs)}, = " if plan.prepare_outputs else ""
         lines.append(f"    {left}prepared({', '.join(f'v{i}' for i in plan.prepare_inputs)})")
     keep = {r.id for r in plan.outputs if isinstance(r, Ref)} | set(plan.attributes)
-    symbols = _Symbols(plan)
+    symbols = _Symbols(plan, launches.bound)
     given = symbols.of(plan.inputs)
     start = ["    observe(-1, ())"] if observed else []
     traced = plan.specs if checked else ()
     body = _body(plan, plan.instructions, keep, names, launches, traced, symbols=symbols, observed=observed, label=label)
-    if any(isinstance(i, Launch) for i in plan.instructions):
+    if launches.bound or any(isinstance(i, Launch) for i in plan.instructions):
         workers = ["    workers = count_workers()"] if launches.blocks and plan.policy.workers else []
         lines += [*given, "    frame = frames.take()", *workers, *start, *body]
         lines.append("    frames.give_back(frame)")
@@ -359,16 +389,17 @@ def load(
 
 
 def to_text(plan: Plan, kernels: Mapping[str, KernelCode] | None = None) -> str:
-    """The source text of a plan for display: launches appear as Python calls, even if C++ makes them."""
-    return _written(plan, kernels or {}, None, False, False)[2]
+    """The source text of a plan for display: launches appear as Python calls, even if C++ makes them, and calls as calls."""
+    return _written(plan, kernels or {}, None, False, False, bound=False)[2]
 
 
 def _written(
-    plan: Plan, kernels: Mapping[str, KernelCode], core: Any | None, checked: bool, observed: bool
-) -> tuple[Names, _Launches, str]:
+    plan: Plan, kernels: Mapping[str, KernelCode], core: Any | None, checked: bool, observed: bool,
+    bound: bool = True,
+) -> tuple[Names, _Launches, str]:  # fmt: skip
     """The text of a plan, its namespace, and the contents of its frames."""
     names = Names()
-    launches = _Launches(plan, PLACE(plan), kernels, names, core)
+    launches = _Launches(plan, PLACE(plan), kernels, names, core, bound)
     return names, launches, source(plan, names, launches, checked, observed)
 
 
