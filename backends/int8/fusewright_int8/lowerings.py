@@ -17,6 +17,7 @@ from fusewright.toolkit.region.quantized import (
     BYTES,
     Quantized,
     Weight,
+    before_padding,
     dequantized,
     product,
     residual_of,
@@ -244,11 +245,24 @@ def _write(e: Engine, m: Match, b: Builder) -> None:
         unsigned = x.zero_point + (128 if spec_of(x.value).dtype is torch.int8 else 0)  # oneDNN's operator multiplies uint8
         shape = tuple(map(hint, spec_of(x.value).shape))
         rest = geometry[-1:] if e.name == "core" else (scale, float(x.scale), unsigned, *geometry, shape)
-        args = (given[0], b.prepare(e.pack_conv, weight, *rest), *given[2:], kernel, *geometry, *after)
+        x_ref, geometry = _images(x, geometry, b) if e.name == "core" else (given[0], geometry)
+        args = (x_ref, b.prepare(e.pack_conv, weight, *rest), *given[2:], kernel, *geometry, *after)
         target = e.conv if after[0] is None else e.conv_sum
         b.library(target, *args, out=m.out, stride=result_strides(m.out, channels_last=True), op=op)
         b.close_call(m.ops)
     note(m, b, f"int8 {op.op}, {e.name}")
+
+
+def _images(x: Quantized, geometry: tuple[Any, ...], b: Builder) -> tuple[Ref | None, tuple[Any, ...]]:
+    """Return the input of the core's convolution and its geometry: the core pads, and reads channels-last images."""
+    images, (stride, padding, *rest) = x.value, geometry
+    if (padded := before_padding(x, b.graph)) is not None:
+        images, more = padded
+        padding = tuple(own + p for own, p in zip((*padding, *padding), more, strict=True))
+    spec = b.spec(images)
+    if spec.static and spec.shape[1] != 1 and spec.stride[1] != 1:
+        images = b.channels_last(images)
+    return b.any_strides(images), (stride, padding, *rest)
 
 
 def result_strides(value: Value, channels_last: bool = False) -> tuple[int, ...] | None:

@@ -253,7 +253,11 @@ def _wide_conv(
     after: Epilogue,
 ) -> Tensor:
     weight = weight * w_scale.reshape(-1, 1, 1, 1)
-    y = F.conv2d(dequantize(x, scale, zero), weight, None if bias is None else bias.float(), *geometry)
+    images, (stride, padding, *rest) = dequantize(x, scale, zero), geometry
+    if len(padding) == 4:
+        top, left, bottom, right = padding
+        images, padding = F.pad(images, (left, right, top, bottom)), (0, 0)
+    y = F.conv2d(images, weight, None if bias is None else bias.float(), stride, padding, *rest)
     return after.apply(y).contiguous(memory_format=torch.channels_last)
 
 

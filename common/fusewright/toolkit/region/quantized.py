@@ -119,6 +119,19 @@ def dequantized(value: Any, graph: RegionGraph, views: bool = False) -> Quantize
     return Quantized(x, made.arg("scale"), made.arg("zero_point"), made)
 
 
+def before_padding(x: Quantized, graph: RegionGraph) -> tuple[Value, tuple[int, int, int, int]] | None:
+    """The images that were padded with zeros, i.e. with the zero point, to make `x`, and the padding: top, left, bottom, right. None
+    if `x` was made otherwise."""
+    made = graph.producer(x.value)
+    if made is None or made.op != "constant_pad_nd" or made.arg("value") != x.zero_point:
+        return None
+    images, pads = made.arg("self"), made.arg("pad")
+    if len(pads) != 4 or images.spec.rank != 4 or not all(isinstance(p, int) and p >= 0 for p in pads):
+        return None
+    left, right, top, bottom = pads
+    return images, (top, left, bottom, right)
+
+
 def weight_of(value: Any, graph: RegionGraph) -> Weight | None:
     """The constant int8 weight that `value` was dequantized from; None if there is none, or if a scale is 0."""
     value = before_casts(value, graph)
