@@ -11,7 +11,7 @@ from fusewright.toolkit.region.pattern import Match
 from fusewright.toolkit.region.quantized import PRODUCTS, factors, product
 from fusewright.toolkit.region.rewrite import Row
 from fusewright_int8.lowerings import FLOATS, UNARY, dense, epilogue, note, post_of, reshaped, result_strides, spec_of
-from fusewright_int8.operators import name
+from fusewright_int8.operators import as_planned, name
 from fusewright_int8.run import native
 
 
@@ -40,7 +40,7 @@ def _pays(m: Match, b: Builder) -> bool:
 
     def core() -> Thunk:
         x, y = torch.full(xs, 3, dtype=torch.uint8), torch.full(ys, 5, dtype=torch.uint8)
-        return lambda: native.matmul(x, y, 0.1, 3, 0.1, 3, out_dtype=dtype)
+        return as_planned(name("matmul"), x, y, 0.1, 3, 0.1, 3, None, 1.0, 0, "none", (), dtype, 1.0, 0, 0, 0)
 
     def floats() -> Thunk:
         x, y = torch.full(xs, 3, dtype=torch.uint8), torch.full(ys, 5, dtype=torch.uint8)

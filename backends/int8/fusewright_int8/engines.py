@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -15,7 +16,7 @@ from fusewright_cpu.kernels.by_hand import MOST_GEMV_ROWS
 from fusewright_cpu.onednn import choices, own
 from fusewright_cpu.onednn.choices import few_rows, in_turn, own_product
 from fusewright_cpu.onednn.fused import HALVES, half_features
-from fusewright_int8.operators import name
+from fusewright_int8.operators import as_planned, name
 from fusewright_int8.run import native
 from fusewright_int8.target import VNNI, onednn_features
 
@@ -219,11 +220,10 @@ def _call(e: Engine, op: str, summing: str, shape: Product | Convolution, given:
     """Return a call of an engine. A residual is added in it, or else in a separate pass, as a loop kernel after it would."""
     run, out = _operator(op), shape.out
     if shape.adds is None:
-        return lambda: run(*given, *_after(out))
+        return as_planned(op, *given, *_after(out))
     y = run(*given, *_after(torch.float32)).to(shape.adds)
     if e.adds is None or e.adds(shape):
-        added, summed = _operator(summing), y if y.dtype.is_floating_point else y.to(out)
-        return lambda: added(*given, *_after(out, summed))
+        return as_planned(summing, *given, *_after(out, y if y.dtype.is_floating_point else y.to(out)))
     return lambda: torch.add(run(*given, *_after(torch.float32)), y).to(out)
 
 
@@ -245,8 +245,8 @@ def _dynamic(e: Engine, p: Dynamic) -> Callable[[], Thunk]:
     def make() -> Thunk:
         n = min(p.n, max(64, MOST_MEASURED // p.k))
         x, scale = torch.linspace(-1, 1, p.m * p.k).reshape(p.m, p.k).to(p.x), torch.full((n,), 0.01)
-        packed, run = _operator(e.pack_linear)(_bytes((n, p.k), torch.int8)), _operator(e.dynamic)
-        return lambda: run(x, packed, scale, None, p.rule, None, "none", (), p.x)
+        packed = _operator(e.pack_linear)(_bytes((n, p.k), torch.int8))
+        return as_planned(e.dynamic, x, packed, scale, None, p.rule, None, "none", (), p.x)
 
     return make
 
@@ -257,9 +257,10 @@ def _reading(e: Engine, r: Reading) -> Callable[[], Thunk]:
     def make() -> Thunk:
         n = min(r.n, max(64, MOST_MEASURED // r.k))
         x, scale = torch.ones(r.m, r.k, dtype=r.x), torch.full((n,), 0.01)
-        pack, run = _operator(e.pack_linear), _operator(name("weight_linear"))
-        turn = in_turn(n, r.k, torch.int8, lambda: pack(_bytes((n, r.k), torch.int8)))
-        return lambda: run(x, next(turn), scale, None, None, "none", (), r.x)
+        pack, rest = _operator(e.pack_linear), (None, None, "none", (), r.x)
+        packed = partial(pack, _bytes((n, r.k), torch.int8))
+        turn = in_turn(n, r.k, torch.int8, lambda: as_planned(name("weight_linear"), x, packed(), scale, *rest))
+        return lambda: next(turn)()
 
     return make
 

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fusewright.plan.ir import call_directly, launch_directly
+from fusewright.interface import TensorSpec
+from fusewright.plan.ir import BINDS, DIRECT, Call, Ref, call_directly, launch_directly
 from fusewright_int8.run import native
-from fusewright_int8.run.bound import binds
+from fusewright_int8.run.bound import binds, runner
 from fusewright_int8.run.reference import RULES, Epilogue, dequantize, quantize_dynamic
 
 NAMESPACE = "fusewright_int8"
@@ -333,5 +334,27 @@ def _dynamic_onednn(
 _operator(f"dynamic_linear_onednn({_FLOAT}, str rule, {_AFTER}) -> Tensor")(partial(_floats, _dynamic_onednn))
 
 
-for _op, _entry in (("linear", "linear"), ("conv", "conv2d"), ("matmul", "matmul"), ("dynamic_linear", "dynamic_linear"), ("weight_linear", "weight_linear")):
-    launch_directly(name(_op), binds(_entry))
+# -- launches
+
+for _op in ("linear", "matmul", "dynamic_linear", "weight_linear"):
+    launch_directly(name(_op), binds(_op))
+launch_directly(name("conv"), binds("conv2d"))
+
+
+def as_planned(target: str, *args: Any) -> Callable[[], Tensor]:
+    """Return a call of an operator on these arguments as a plan makes it, to measure it: a launch where that is possible."""
+    run = DIRECT[target]
+    out = run(*args)
+    given = {0: out} | {k: x for k, x in enumerate(args, 1) if isinstance(x, Tensor)}
+    specs = {k: TensorSpec(tuple(x.shape), tuple(x.stride()), x.dtype) for k, x in given.items()}
+    call = Call(target, tuple(Ref(k) if k in given else x for k, x in enumerate(args, 1)), (0,))
+    bound = BINDS[target](call, specs) if target in BINDS else None
+    if bound is None or any(given[ref.id].dtype is not dtype for ref, dtype in bound.types):
+        return lambda: run(*args)
+    launch = runner(bound, given)
+
+    def launched() -> Tensor:
+        launch()
+        return given[0]  # the others too must live as long as their addresses are used
+
+    return launched

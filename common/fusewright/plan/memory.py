@@ -123,8 +123,8 @@ def _same(a: TensorSpec, b: TensorSpec) -> bool:
 def _buffers(
     plan: Plan, placement: Placement, kept: dict[int, int], last: dict[int, int], apart: set[int]
 ) -> list[Buffer]:
-    """Arena buffers: made by a kernel or launched call, of fixed size, and neither in `apart` (values that need their own storage) nor sharing
-    memory with one in it."""
+    """Arena buffers: made by a kernel or launched call, of fixed size, and neither in `apart` (values that need their own storage)
+    nor sharing memory with one in it."""
     seen_outside = {kept.get(v, v) for v in apart}
     found = []
     for k, i in enumerate(plan.instructions):

@@ -1,13 +1,13 @@
-"""Calls of the core's operators in plans as launches of its entries: what `native` checks and converts at every call is settled once,
-from the specs of the tensors.
+"""Calls of the core's operators in plans as launches of its entries.
 
-A call stays a call where a tensor would have to be copied first, nothing is known of it, or an argument is invalid.
+What `native` checks and converts at every call is settled once, from the specs of the tensors. A call stays a call where a tensor
+would have to be copied first, nothing is known of it, or an argument is invalid.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -47,6 +47,17 @@ def _code(entry: str) -> KernelCode:
         raise AssertionError(f"{entry} is called by its address")
 
     return KernelCode(by_address_only, core.extension().entries[entry], words.error)
+
+
+def runner(call: Bound, given: Mapping[int, torch.Tensor]) -> Callable[[], None]:
+    """Return a function that launches a call on these tensors, by id, at the cost that it has in a plan."""
+    entry = next(name for name, code in _entries() if code is call.code)
+    packed = words.packed(entry, *(given[x.id].data_ptr() if isinstance(x, Ref) else x for x in call.words))
+    return functools.partial(core.extension().run, call.code.address, packed, torch.get_num_threads())
+
+
+def _entries() -> Iterator[tuple[str, KernelCode]]:
+    return ((entry, _code(entry)) for entry in _WORDS)
 
 
 def _of_packed(call: Call) -> tuple[tuple[Ref, torch.dtype], ...]:
@@ -203,7 +214,9 @@ def _matmul(
     *outer, m, k = left.shape
     n = right.shape[-1]
     _need(left.rank >= 2 and right.shape == (*outer, k, n) and specs[out.id].shape == (*outer, m, n))
-    _need(isinstance(k, int) and isinstance(n, int) and (left.stride[-1] == 1 or k == 1) and rest[0] is None)
+    if not isinstance(k, int) or not isinstance(n, int):
+        raise _Unbound
+    _need((left.stride[-1] == 1 or k == 1) and rest[0] is None)
     words.check_inner(k)
     batch, step = _joined(outer, left.stride[:-2])
     _, y_step = _joined(outer, right.stride[:-2])

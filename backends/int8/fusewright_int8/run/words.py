@@ -53,9 +53,14 @@ _STRUCTS = {entry: struct.Struct(form) for entry, form in FORMATS.items()}
 def run(entry: str, *words: Any) -> None:
     """Call an entry of the core."""
     ext = core.extension()
-    code = ext.run(ext.entries[entry], _STRUCTS[entry].pack(*words), torch.get_num_threads())
+    code = ext.run(ext.entries[entry], packed(entry, *words), torch.get_num_threads())
     if code:
         raise error(code, ())
+
+
+def packed(entry: str, *words: Any) -> bytes:
+    """The words of an entry as it reads them."""
+    return _STRUCTS[entry].pack(*words)
 
 
 def error(code: int, block: Sequence[int]) -> Exception:
@@ -71,7 +76,8 @@ def after(
     post_args: Sequence[float], out: Any, n: Any, out_dtype: torch.dtype, out_scale: float = 1.0, out_zero_point: int = 0,
     out_low: int | None = None, out_high: int | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """The words of an epilogue. `residual`: address, row stride and type. `out`: the address of a result whose rows are `n` apart."""
+    """The words of an epilogue. `residual`: address, row stride and type. `out`: the address of a result, whose rows are `n`
+    apart."""
     address, row, kind = residual or (0, 0, torch.float32)
     level = levels(out_dtype, out_scale, out_zero_point, out_low, out_high)
     return (

@@ -116,6 +116,10 @@ class _Launches:
         tensors = (*i.inputs, *map(Ref, i.outs))
         return made + self._native(code, (*tensors, *i.sizes, *i.scalars), len(tensors))
 
+    def launches(self, i: Instruction) -> bool:
+        """Whether an instruction relies on the metadata of what it reads."""
+        return isinstance(i, Launch) or not self.bound.keys().isdisjoint(i.outs)
+
     def of_call(self, i: Call, text: str, framed: bool) -> list[str]:
         """The lines for a call whose text is given."""
         bound = self.bound.get(i.outs[0]) if framed and i.outs else None
@@ -333,8 +337,7 @@ def source(
     if plan.prepare:
         kept = set(plan.prepare_outputs) | set(plan.attributes)
         lines.append(f"def prepare({', '.join(f'v{i}' for i in plan.prepare_inputs)}):")
-        launched = (i for i in (*plan.prepare, *plan.instructions) if isinstance(i, Launch) or not launches.bound.keys().isdisjoint(i.outs))
-        believed = {r for i in launched for r in reads(i)}
+        believed = {r for i in (*plan.prepare, *plan.instructions) if launches.launches(i) for r in reads(i)}
         lines += _body(plan, plan.prepare, kept, names, launches, believed & plan.specs.keys() if checked else (), framed=False)
         lines.append(f"    return ({''.join(f'v{i}, ' for i in plan.prepare_outputs)})")
         lines.append("")

@@ -120,8 +120,8 @@ def dequantized(value: Any, graph: RegionGraph, views: bool = False) -> Quantize
 
 
 def before_padding(x: Quantized, graph: RegionGraph) -> tuple[Value, tuple[int, int, int, int]] | None:
-    """The images that were padded with zeros, i.e. with the zero point, to make `x`, and the padding: top, left, bottom, right. None
-    if `x` was made otherwise."""
+    """The images that were padded with zeros, i.e. with the zero point, to make `x`, and the padding: top, left, bottom, right.
+    None if `x` was made otherwise."""
     made = graph.producer(x.value)
     if made is None or made.op != "constant_pad_nd" or made.arg("value") != x.zero_point:
         return None
