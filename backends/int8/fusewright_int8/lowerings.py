@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -142,7 +143,7 @@ def emit_rows(target: str, x: Value, rest: tuple[Any, ...], m: Match, b: Builder
     if spec_of(x).shape[:-1] == out.shape[:-1]:
         b.library(target, b.any_strides(x), *rest, out=m.out, stride=stride, op=m.anchor)
     else:
-        made = b.ctx.value(None)
+        made = b.ctx.value(_dense((*spec_of(x).shape[:-1], out.shape[-1]), out))
         b.call(target, b.any_strides(x), *rest, out=made, op=m.anchor)
         b.library("aten::view.default", Ref(made.id), tuple(out.shape), out=m.out, stride=stride, op=m.anchor)
     b.close_call(m.ops)
@@ -161,9 +162,16 @@ def reshaped(value: Value, shape: tuple[Any, ...], op: OpView, b: Builder) -> Re
     given = b.any_strides(value)
     if spec_of(value).shape == shape:
         return given
-    made = b.ctx.value(None)
+    spec = b.spec(value)
+    made = b.ctx.value(_dense(shape, spec) if spec == _dense(spec.shape, spec) else None)
     b.call("aten::reshape.default", given, shape, out=made, op=op)
     return Ref(made.id)
+
+
+def _dense(shape: Sequence[Any], like: TensorSpec) -> TensorSpec | None:
+    """The spec of a dense tensor of this shape; None for a symbolic one."""
+    made = replace(like, shape=tuple(shape), stride=())
+    return replace(made, stride=strides_of(made)) if is_static(made.shape) else None
 
 
 def strides_of(spec: TensorSpec, channels_last: bool = False) -> tuple[Any, ...]:

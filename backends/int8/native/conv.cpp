@@ -44,7 +44,7 @@ Gemm product_of_group(const Conv& c, i64 group) {
 
 // Whether the pixels read are contiguous, each read once.
 bool is_pointwise(const Conv& c) {
-  bool plain = c.taps() == 1 && c.stride_h == 1 && c.stride_w == 1 && c.pad_h == 0 && c.pad_w == 0;
+  bool plain = c.taps() == 1 && c.stride_h == 1 && c.stride_w == 1 && c.oh == c.h && c.ow == c.w && c.pad_h == 0 && c.pad_w == 0;
   return plain && c.h_stride == c.w * c.w_stride && (c.batch == 1 || c.batch_stride == c.h * c.h_stride);
 }
 

@@ -228,6 +228,37 @@ def test_a_convolution_is_requantized_in_one_call(engine: str, zero: int, case: 
 
 
 @needs_core
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("wide", [False, True], ids=["int8", "a weight that does not fit 8 bits"])
+def test_the_core_pads_on_each_side_by_its_own_number(wide: bool, channels_last: bool) -> None:
+    """Mobile networks pad strided layers below and on the right, and their input is not channels-last."""
+    g = Sketch()
+    x = quantized_input((2, 3, 9, 8), U8, channels_last)
+    w, w64 = weight(g, _int8(8, 3, 3, 3), zeros=torch.full((8,), 127 if wide else 0))
+    padded = g.op("constant_pad_nd", g.input(x), [0, 1, 2, 3], 113)
+    y = g.op("conv", dequantize(g, padded, 0.04, 113), w, None, [2, 2], [1, 0], [1, 1], False, [0, 0], 1)
+    exact = F.conv2d(F.pad((x.double() - 113) * 0.04, (0, 1, 2, 3)), w64, None, (2, 2), (1, 0))
+    scale = float(exact.abs().max()) / 100
+    ours, fragment = run(g, quantize(g, y, scale, 128, U8))
+    assert [t for t in calls(fragment) if "clone" not in t] == ["fusewright_int8::conv"], "no pass for the padding"
+    same_levels(ours, exact, scale, 128)
+
+
+@needs_core
+def test_padding_with_another_value_than_zero_stays() -> None:
+    g = Sketch()
+    x = quantized_input((1, 4, 6, 6), U8, channels_last=True)
+    w, w64 = weight(g, _int8(8, 4, 3, 3))
+    padded = g.op("constant_pad_nd", g.input(x), [0, 1, 0, 1], 0)
+    y = g.op("conv", dequantize(g, padded, 0.04, 113), w, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+    exact = F.conv2d((F.pad(x, (0, 1, 0, 1)).double() - 113) * 0.04, w64)
+    scale = float(exact.abs().max()) / 100
+    ours, fragment = run(g, quantize(g, y, scale, 128, U8))
+    assert len(calls(fragment)) == 2
+    same_levels(ours, exact, scale, 128)
+
+
+@needs_core
 def test_a_residual_block_is_two_calls() -> None:
     g = Sketch()
     x = quantized_input((1, 16, 6, 6), U8, channels_last=True)
