@@ -114,7 +114,8 @@ def test_a_linear_of_floats(rule: str | None, dtype: torch.dtype) -> None:
     rest = residual, "silu", (), dtype
     given = {"residual": residual, "post": "silu", "out_dtype": dtype}
     if rule is None:
-        ours, exact = _launched("weight_linear", x, packed, scale, bias, *rest), native.weight_linear(x, packed, scale, bias, **given)
+        ours = _launched("weight_linear", x, packed, scale, bias, *rest)
+        exact = native.weight_linear(x, packed, scale, bias, **given)
     else:
         ours = _launched("dynamic_linear", x, packed, scale, None, rule, *rest)
         exact = native.dynamic_linear(x, packed, scale, None, rule, **given)
