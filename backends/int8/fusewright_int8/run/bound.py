@@ -7,7 +7,8 @@ would have to be copied first, nothing is known of it, or an argument is invalid
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import struct
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -38,7 +39,8 @@ def _bind(entry: str, words_of: Callable[..., Sequence[Any]], call: Call, specs:
         typed = tuple(float(x) if kind == "d" else x for kind, x in zip(form, found, strict=True))
     except (_Unbound, KeyError, ValueError):  # KeyError: nothing is known of a tensor; ValueError: the call says what is wrong
         return None
-    return Bound(_code(entry), typed, _of_packed(call))
+    # A weight that does not fit 8 bits was left in floats.
+    return Bound(_code(entry), typed, () if entry == "matmul" else ((call.args[1], torch.int8),))
 
 
 @functools.cache
@@ -51,21 +53,9 @@ def _code(entry: str) -> KernelCode:
 
 def runner(call: Bound, given: Mapping[int, torch.Tensor]) -> Callable[[], None]:
     """Return a function that launches a call on these tensors, by id, at the cost that it has in a plan."""
-    entry = next(name for name, code in _entries() if code is call.code)
-    packed = words.packed(entry, *(given[x.id].data_ptr() if isinstance(x, Ref) else x for x in call.words))
+    found = [given[x.id].data_ptr() if isinstance(x, Ref) else x for x in call.words]
+    packed = struct.pack("".join("d" if isinstance(x, float) else "q" for x in found), *found)
     return functools.partial(core.extension().run, call.code.address, packed, torch.get_num_threads())
-
-
-def _entries() -> Iterator[tuple[str, KernelCode]]:
-    return ((entry, _code(entry)) for entry in _WORDS)
-
-
-def _of_packed(call: Call) -> tuple[tuple[Ref, torch.dtype], ...]:
-    """A weight that does not fit 8 bits was left in floats."""
-    return ((call.args[1], torch.int8),) if call.target != MATMUL else ()
-
-
-MATMUL = "fusewright_int8::matmul.default"
 
 
 # -- tensors

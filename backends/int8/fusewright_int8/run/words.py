@@ -53,14 +53,9 @@ _STRUCTS = {entry: struct.Struct(form) for entry, form in FORMATS.items()}
 def run(entry: str, *words: Any) -> None:
     """Call an entry of the core."""
     ext = core.extension()
-    code = ext.run(ext.entries[entry], packed(entry, *words), torch.get_num_threads())
+    code = ext.run(ext.entries[entry], _STRUCTS[entry].pack(*words), torch.get_num_threads())
     if code:
         raise error(code, ())
-
-
-def packed(entry: str, *words: Any) -> bytes:
-    """The words of an entry as it reads them."""
-    return _STRUCTS[entry].pack(*words)
 
 
 def error(code: int, block: Sequence[int]) -> Exception:
