@@ -178,7 +178,7 @@ def test_one_quantized_input_serves_several_linears() -> None:
     x = torch.randn(4, 16)
     held = dequantize(g, quantize(g, g.input(x), 0.02, 128, U8), 0.02, 128)
     outs = [g.op("linear", held, weight(g, _int8(8, 16))[0], None) for _ in range(3)]
-    fragment = compiled(g, outs)  # results that leave the region are not joined (test_siblings.py)
+    fragment = compiled(g, outs)  # results that leave the region are not joined (siblings/)
     assert calls(fragment) == ["kernel quantize", *["fusewright_int8::linear"] * 3]
     for ours, eager in zip(g.run(fragment, outs), g.expected(outs), strict=True):
         torch.testing.assert_close(ours, eager, rtol=1e-5, atol=1e-5)
