@@ -2,7 +2,7 @@
 
 Model code that skips such a mask in eager builds it under tracing, where it cannot look at values. Attention kernels are then
 twice as slow, or refuse: an expanded mask has stride 0 in its last dimension, which no fused GPU kernel accepts. Here the nodes
-that build a mask from sizes alone are run once, and the result is inspected.
+that build a mask from sizes alone are run once, and the result is inspected; with symbolic sizes they are read (`index_masks`).
 
 Works on Dynamo's graph, before the attention kernel is selected.
 """
@@ -17,6 +17,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fusewright import _torch_compat as compat
+from fusewright.capture import index_masks
 from fusewright.interface import HOST
 
 log = logging.getLogger("fusewright")
@@ -42,17 +43,35 @@ def fold(gm: GraphModule) -> int:
     """Simplify the attention calls of a Dynamo graph that have constant masks; return how many."""
     calls = [n for n in gm.graph.nodes if n.op == "call_function" and n.target in compat.WHOLE]
     known: dict[Node, Any] = {}
+    by_index = index_masks.Reader(_writes)
     changed = 0
     for call in calls:
         mask = call.kwargs.get("attn_mask", call.args[3] if len(call.args) > 3 else None)
-        if isinstance(mask, Node) and _square_or_all(call, _value(mask, known)):
+        if isinstance(mask, Node) and (_square_or_all(call, _value(mask, known)) or _of_any_size(call, mask, by_index)):
             changed += 1
     if changed:
-        for node in reversed(list(known)):
-            if not node.users and node.op != "placeholder":
+        constant = known.keys() | {n for n, value in by_index.read.items() if value is not None}
+        for node in reversed(list(gm.graph.nodes)):
+            if node in constant and not node.users and node.op != "placeholder":
                 gm.graph.erase_node(node)
         gm.recompile()
     return changed
+
+
+def _of_any_size(call: Node, mask: Node, read: index_masks.Reader) -> bool:
+    """Rewrite the call if its mask keeps everything, or exactly the past, whatever its sizes."""
+    found, already = read(mask), _argument(call, 5, "is_causal", False)
+    if found == index_masks.Mask():
+        _set(call, is_causal=already)
+        return True
+    shapes = [index_masks.shape_of(n) for n in (_argument(call, 0, "query", None), _argument(call, 1, "key", None), mask)]
+    if found != index_masks.PAST or already or any(s is None or len(s) < 2 for s in shapes):
+        return False
+    (rows, columns), kept = (s[-2] for s in shapes[:2]), shapes[2][-2:]  # type: ignore[index]
+    if not all(compat.statically_true(a == b) for a, b in ((rows, columns), (kept[0], rows), (kept[1], columns))):
+        return False
+    _set(call, is_causal=True)
+    return True
 
 
 def _square_or_all(call: Node, mask: Any) -> bool:
