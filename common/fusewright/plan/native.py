@@ -100,7 +100,7 @@ def _load() -> tuple[Any | None, str | None]:
         if e.name not in (_EXTENSION, _EXTENSION.partition(".")[0]):
             raise
         return None, f"fusewright-native is not installed, or was without a C++ compiler; {_REMEDY}"
-    except ImportError as e:
+    except (ImportError, TypeError) as e:  # TypeError: an extension of another version
         reason = f"its extension does not load ({e}); {_REMEDY}"
         log.warning("fusewright: fusewright-native: %s", reason)
         return None, reason
