@@ -67,8 +67,8 @@ Known = Affine | Mask | None
 
 @dataclass
 class Reader:
-    """Reads the nodes of a Dynamo graph; `written` tells whether a node may write to its arguments. `read` are all nodes that were
-    understood."""
+    """Reads the nodes of a Dynamo graph; `written` tells whether a node's memory may be written to. `read` are all nodes that were
+    asked for."""
 
     written: Callable[[Node], bool]
     read: dict[Node, Known] = field(default_factory=dict)
@@ -81,18 +81,25 @@ class Reader:
         if not isinstance(a, Node):
             return None
         if a not in self.read:
-            self.read[a] = None if any(map(self.written, a.users)) else self._read(a)
+            self.read[a] = None if self.written(a) else self._read(a)
         return self.read[a]
 
     def _read(self, node: Node) -> Known:
-        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-        rule, shape = RULES.get(name), shape_of(node)
-        if rule is None or shape is None or node.op not in ("call_function", "call_method"):
+        rule, shape = RULES.get(name_of(node)), shape_of(node)
+        if rule is None or shape is None or not node.args:  # no arguments: all are keywords
             return None
         found = rule(self, node)
         if isinstance(found, Affine):  # the index of a dimension of size one is 0, also once it is expanded
             return found.without(*(d for d, _ in found.factors if _is_one(shape[d])))
         return found
+
+
+def name_of(node: Node) -> str:
+    """The name of torch's function or method; "" for an operator or function of others, whatever its name."""
+    if node.op == "call_method":
+        return str(node.target)
+    name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+    return name if name and any(getattr(m, name, None) is node.target for m in (torch, operator)) else ""
 
 
 def shape_of(node: Any) -> tuple[Any, ...] | None:
@@ -105,9 +112,17 @@ def _is_one(size: Any) -> bool:
     return isinstance(size, int) and size == 1
 
 
-def _difference(read: Reader, a: Any, b: Any) -> Affine | None:
-    left, right = read(a), read(b)
+def _difference(read: Reader, node: Node) -> Affine | None:
+    """The first argument less the second, of a function of these alone."""
+    left, right = _both(read, node)
     return left.plus(right, -1) if isinstance(left, Affine) and isinstance(right, Affine) else None
+
+
+def _both(read: Reader, node: Node) -> tuple[Known, Known]:
+    if len(node.args) != 2 or node.kwargs:  # e.g. `out` or `alpha`
+        return None, None
+    left, right = map(read, node.args)
+    return left, right
 
 
 # -- rules: by the name of a function or method
@@ -123,9 +138,7 @@ def _arange(read: Reader, node: Node) -> Known:
 
 def _sum(times: int) -> Callable[[Reader, Node], Known]:
     def rule(read: Reader, node: Node) -> Known:
-        if len(node.args) != 2 or node.kwargs:
-            return None
-        left, right = map(read, node.args)
+        left, right = _both(read, node)
         return left.plus(right, times) if isinstance(left, Affine) and isinstance(right, Affine) else None
 
     return rule
@@ -133,16 +146,18 @@ def _sum(times: int) -> Callable[[Reader, Node], Known]:
 
 def _compare(swapped: bool, strict: bool) -> Callable[[Reader, Node], Known]:
     def rule(read: Reader, node: Node) -> Known:
-        a, b = reversed(node.args) if swapped else node.args
-        bound = _difference(read, a, b)
-        return None if bound is None else Mask.where(bound.plus(Affine(-int(strict))))
+        found = _difference(read, node)
+        if found is None:
+            return None
+        bound = Affine(0).plus(found, -1) if swapped else found
+        return Mask.where(bound.plus(Affine(-int(strict))))
 
     return rule
 
 
 def _equal(wanted: bool) -> Callable[[Reader, Node], Known]:
     def rule(read: Reader, node: Node) -> Known:
-        found = _difference(read, *node.args)
+        found = _difference(read, node)
         if found is None or found.factors:
             return None
         return Mask() if (found.const == 0) is wanted else NOTHING
@@ -151,7 +166,7 @@ def _equal(wanted: bool) -> Callable[[Reader, Node], Known]:
 
 
 def _and(read: Reader, node: Node) -> Known:
-    left, right = map(read, node.args)
+    left, right = _both(read, node)
     return Mask(left.bounds | right.bounds) if isinstance(left, Mask) and isinstance(right, Mask) else None
 
 

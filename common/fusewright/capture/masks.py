@@ -10,7 +10,7 @@ Works on Dynamo's graph, before the attention kernel is selected.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -42,12 +42,13 @@ MOST_ELEMENTS = 1 << 26
 def fold(gm: GraphModule) -> int:
     """Simplify the attention calls of a Dynamo graph that have constant masks; return how many."""
     calls = [n for n in gm.graph.nodes if n.op == "call_function" and n.target in compat.WHOLE]
+    written = _written(gm) if calls else lambda node: True
     known: dict[Node, Any] = {}
-    by_index = index_masks.Reader(_writes)
+    by_index = index_masks.Reader(written)
     changed = 0
     for call in calls:
         mask = call.kwargs.get("attn_mask", call.args[3] if len(call.args) > 3 else None)
-        if isinstance(mask, Node) and (_square_or_all(call, _value(mask, known)) or _of_any_size(call, mask, by_index)):
+        if isinstance(mask, Node) and (_square_or_all(call, _value(mask, known, written)) or _of_any_size(call, mask, by_index)):
             changed += 1
     if changed:
         constant = known.keys() | {n for n, value in by_index.read.items() if value is not None}
@@ -128,9 +129,9 @@ def _example(node: Any) -> torch.Tensor | None:
     return found if isinstance(found, torch.Tensor) and all(isinstance(s, int) for s in found.shape) else None
 
 
-def _value(node: Node, known: dict[Node, Any]) -> Any:
+def _value(node: Node, known: dict[Node, Any], written: Callable[[Node], bool]) -> Any:
     """The value of a node built from sizes alone; None for any other."""
-    order = _constants(node)
+    order = _constants(node, written)
     if order is None:
         return None
     with compat.real_tensors(), torch.no_grad():
@@ -144,7 +145,7 @@ def _value(node: Node, known: dict[Node, Any]) -> Any:
     return known[node]
 
 
-def _constants(node: Node) -> list[Node] | None:
+def _constants(node: Node, written: Callable[[Node], bool]) -> list[Node] | None:
     """`node` and the nodes that it is built from, sources first; None if one of them is not constant."""
     found: dict[Node, None] = {}
     todo = [(node, False)]
@@ -154,7 +155,7 @@ def _constants(node: Node) -> list[Node] | None:
             continue
         if ready:
             found[n] = None
-        elif _pure(n):
+        elif _pure(n) and not written(n):
             todo += [(n, True), *((i, False) for i in n.all_input_nodes)]
         else:
             log.debug("a mask is left as it is: it depends on %s", n.format_node())
@@ -163,11 +164,10 @@ def _constants(node: Node) -> list[Node] | None:
 
 
 def _pure(node: Node) -> bool:
-    """Whether the node always computes the same, and nobody writes into its result."""
+    """Whether the node always computes the same."""
     if node.op not in ("call_function", "call_method") or not _fits(node.meta.get("example_value")):
         return False
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return name in PURE and not any(_writes(user) for user in node.users)
+    return index_masks.name_of(node) in PURE
 
 
 def _fits(example: Any) -> bool:
@@ -178,14 +178,34 @@ def _fits(example: Any) -> bool:
     return isinstance(example, int | float | bool)
 
 
+def _written(gm: GraphModule) -> Callable[[Node], bool]:
+    """Return whether somebody may write to a node's memory, also through a view of it."""
+    into = {i for n in gm.graph.nodes if _writes(n) for i in n.all_input_nodes}
+    storages = {storage for i in into for storage in _storages(i)}
+    return lambda node: node in into or not storages.isdisjoint(_storages(node))
+
+
+def _storages(node: Node) -> set[int]:
+    example = node.meta.get("example_value")
+    every = example if isinstance(example, tuple | list) else (example,)
+    return {x.untyped_storage()._cdata for x in every if isinstance(x, torch.Tensor) and x.layout is torch.strided}
+
+
 def _writes(node: Node) -> bool:
     """Whether a node may write to an argument: in-place methods and operators, `out=`, item assignment."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     in_place = name.endswith("_") and not name.endswith("__") and name not in PURE
-    return in_place or name in ("setitem", *_IN_PLACE) or "out" in node.kwargs
+    return in_place or _mutates(node.target) or name in ("setitem", *_IN_PLACE) or "out" in node.kwargs
 
 
-_IN_PLACE = ("iadd", "isub", "imul", "iand", "ior", "ixor", "itruediv", "ifloordiv", "imod")
+def _mutates(target: Any) -> bool:
+    """Whether a registered operator says that it writes to an argument."""
+    packet = isinstance(target, torch._ops.OpOverloadPacket)
+    every = [getattr(target, name) for name in target.overloads()] if packet else [target]
+    return any(isinstance(o, torch._ops.OpOverload) and o._schema.is_mutable for o in every)
+
+
+_IN_PLACE = ("iadd", "isub", "imul", "iand", "ior", "ixor", "itruediv", "ifloordiv", "imod", "ipow", "ilshift", "irshift")
 
 
 def _run(node: Node, known: Mapping[Node, Any]) -> Any:

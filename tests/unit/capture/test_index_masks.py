@@ -88,6 +88,51 @@ def written_later(q: Tensor) -> Tensor:
     return attend(q, mask)
 
 
+def written_through_a_view(q: Tensor) -> Tensor:
+    rows, keys = positions(q)
+    mask = keys <= rows
+    mask.transpose(2, 3)[:, :, :2].fill_(True)
+    return attend(q, mask)
+
+
+@torch.library.custom_op("fusewright_test_masks::ge", mutates_args=())
+def ge(a: Tensor, b: Tensor) -> Tensor:
+    return (a - b).abs() < 2
+
+
+@ge.register_fake
+def _(a: Tensor, b: Tensor) -> Tensor:
+    return torch.ge(a, b)
+
+
+@torch.library.custom_op("fusewright_test_masks::fill", mutates_args=("mask",))
+def fill(mask: Tensor) -> None:
+    mask.fill_(True)
+
+
+def other_operator(q: Tensor) -> Tensor:
+    """Named as one of torch's."""
+    rows, keys = positions(q)
+    return attend(q, torch.ops.fusewright_test_masks.ge(rows, keys))
+
+
+def written_by_an_operator(q: Tensor) -> Tensor:
+    rows, keys = positions(q)
+    mask = keys <= rows
+    torch.ops.fusewright_test_masks.fill(mask[..., :2])
+    return attend(q, mask)
+
+
+def by_keywords(q: Tensor) -> Tensor:
+    """What is given by keywords alone is not understood."""
+    at = torch.arange(q.shape[-2])
+    rows, keys = torch.unsqueeze(input=at, dim=1), torch.unsqueeze(at, dim=0)
+    step = torch.diff(input=at[None], dim=-1, prepend=at[None, :1] - 1)
+    document = torch.cumsum(input=torch.ne(step, other=1), dim=-1)
+    same = torch.logical_and(torch.eq(document, other=0), other=torch.le(input=keys, other=rows))
+    return attend(q, torch.logical_and(input=same, other=keys.le(other=rows))[None, None])
+
+
 def from_values(q: Tensor) -> Tensor:
     rows, keys = positions(q)
     return attend(q, (keys <= rows) & (q.sum() < 1e9))
@@ -96,6 +141,7 @@ def from_values(q: Tensor) -> Tensor:
 FOLDED: dict[Callable[[Tensor], Tensor], bool | None] = {
     everything: False, past: True, past_of_one_document: True, past_of_batches: True, window: None, shifted: None,
     from_the_end: None, backwards: None, written_later: None, from_values: None,
+    written_through_a_view: None, other_operator: None, written_by_an_operator: None, by_keywords: None,
 }  # fmt: skip
 """`is_causal` of the call whose mask is gone; None if the mask stays."""
 
