@@ -31,14 +31,13 @@ from fusewright_int8.engines import (
     Reading,
     present,
 )
-from fusewright_int8.floats import dynamic_when, float_epilogue, float_input, plain_input, weight_only_when
+from fusewright_int8.floats import dynamic_when, float_epilogue, float_input, plain_input, posts, weight_only_when
 from fusewright_int8.lowerings import (
     UNARY,
     bias_of,
     centered,
     epilogue,
     note,
-    post_of,
     shape_of,
     spec_of,
     static_input,
@@ -57,12 +56,12 @@ Shape: TypeAlias = Product | Dynamic | Reading
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of product. `call`: the operator of an engine. `posts`: whether it computes a unary op. `quantizes`: it can end in
+    """A kind of product. `call`: the operator of an engine. `posts`: which unary ops it computes. `quantizes`: it can end in
     8 bits. `after`: the arguments behind those of `given`. `floats`: a float product is a candidate. `engines`: who computes it."""
 
     id: str
     call: Callable[[Engine], str]
-    posts: Callable[[Engine, OpView], bool]
+    posts: Callable[[Engine], Callable[[OpView], Any]]
     when: Callable[[Match, Builder], bool]
     given: Callable[[Match, Builder], Given]
     after: Callable[[Match, Value, Builder], tuple[Any, ...]]
@@ -110,26 +109,17 @@ def _reading_shape(m: Match, b: Builder) -> Reading:
     return Reading(spec_of(x).numel_hint() // max(k, 1), k, n, spec_of(x).dtype)
 
 
-def _within(e: Engine, op: OpView) -> bool:
-    post = post_of(op)
-    return post is not None and post[0] in e.posts
-
-
-def _any(e: Engine, op: OpView) -> bool:
-    return post_of(op) is not None
-
-
 KINDS = (
     Kind(
-        "static", lambda e: e.linear, _within, static_when, _static_given, epilogue, _static_shape, quantizes=True, floats=True
+        "static", lambda e: e.linear, posts, static_when, _static_given, epilogue, _static_shape, quantizes=True, floats=True
     ),
     Kind(
-        "dynamic", lambda e: e.dynamic, _any, dynamic_when, _dynamic_given, float_epilogue, _dynamic_shape, quantizes=False,
-        floats=False,
+        "dynamic", lambda e: e.dynamic, lambda e: posts(None), dynamic_when, _dynamic_given, float_epilogue, _dynamic_shape,
+        quantizes=False, floats=False,
     ),
     Kind(
-        "weight_only", lambda e: name("weight_linear"), _any, weight_only_when, _plain_given, float_epilogue, _reading_shape,
-        quantizes=False, floats=True, engines=ENGINES[:1],
+        "weight_only", lambda e: name("weight_linear"), lambda e: posts(None), weight_only_when, _plain_given, float_epilogue,
+        _reading_shape, quantizes=False, floats=True, engines=ENGINES[:1],
     ),
 )  # fmt: skip
 
@@ -139,7 +129,7 @@ KINDS = (
 
 def _patterns(kind: Kind, e: Engine, rule: str) -> tuple[Chain, Chain]:
     """Return a product with what follows it, and one alone."""
-    whole = product("linear", rule, lambda op: kind.posts(e, op) or None, UNARY, views=True)
+    whole = product("linear", rule, kind.posts(e), UNARY, views=True)
     steps = whole.steps if kind.quantizes else whole.steps[:-1]
     return Chain(whole.anchor, steps), Chain(whole.anchor, whole.steps[:2])
 

@@ -19,6 +19,7 @@ from torch.fx import GraphModule, Node
 from fusewright import _torch_compat as compat
 from fusewright.capture import index_masks
 from fusewright.interface import HOST
+from fusewright.ops import is_mutating
 
 log = logging.getLogger("fusewright")
 
@@ -188,7 +189,7 @@ def _written(gm: GraphModule) -> Callable[[Node], bool]:
 def _storages(node: Node) -> set[int]:
     example = node.meta.get("example_value")
     every = example if isinstance(example, tuple | list) else (example,)
-    return {x.untyped_storage()._cdata for x in every if isinstance(x, torch.Tensor) and x.layout is torch.strided}
+    return {compat.storage_id(x) for x in every if isinstance(x, torch.Tensor) and x.layout is torch.strided}
 
 
 def _writes(node: Node) -> bool:
@@ -200,9 +201,8 @@ def _writes(node: Node) -> bool:
 
 def _mutates(target: Any) -> bool:
     """Whether a registered operator says that it writes to an argument."""
-    packet = isinstance(target, torch._ops.OpOverloadPacket)
-    every = [getattr(target, name) for name in target.overloads()] if packet else [target]
-    return any(isinstance(o, torch._ops.OpOverload) and o._schema.is_mutable for o in every)
+    every = [getattr(target, name) for name in target.overloads()] if hasattr(target, "overloads") else [target]
+    return any(compat.is_overload(o) and is_mutating(o) for o in every)
 
 
 _IN_PLACE = ("iadd", "isub", "imul", "iand", "ior", "ixor", "itruediv", "ifloordiv", "imod", "ipow", "ilshift", "irshift")

@@ -20,6 +20,7 @@ from fusewright.errors import without_memory
 log = logging.getLogger("fusewright")
 
 dispatch_mode = compat.dispatch_mode
+"""For the traces of `call_cache`, which vendors make."""
 
 _EXTENSION = "fusewright_native._core"
 _REMEDY = "install a C++20 compiler (apt install g++) and then fusewright-native; until then Python does its part"
@@ -39,9 +40,7 @@ def device_launch(driver: int, errors: int) -> Any | None:
     """A launcher that calls the function at address `driver` (cuLaunchKernel, hipModuleLaunchKernel) as long as the word at
     `errors` (0: none) is 0; None without the extension. See `device.h` of the extension."""
     core = extension()
-    if core is None:
-        return None
-    return core.Device(driver, errors, compat.current_device, compat.current_stream, _bytes_on_gpu)
+    return None if core is None else core.Device(driver, errors, _gpu(core), torch.uint8)
 
 
 class DeviceCopies:
@@ -49,8 +48,7 @@ class DeviceCopies:
     (cuMemcpyDtoDAsync, hipMemcpyDtoDAsync). See `copies.h` of the extension."""
 
     def __init__(self, core: Any, address: int, device: int) -> None:
-        self._core = core
-        self._how = (address, device, compat.current_device, compat.current_stream, compat.empty_strided_on_gpu)
+        self._core, self._how = core, (address, device, _gpu(core))
 
     def copy_in(self, targets: Sequence[torch.Tensor]) -> Callable[[list[torch.Tensor]], bool]:
         """A function that copies a list of tensors to these; False if another device is current."""
@@ -74,8 +72,9 @@ def _bytes(t: torch.Tensor) -> int:
     return t.numel() * t.element_size()
 
 
-def _bytes_on_gpu(count: int) -> torch.Tensor:
-    return compat.empty_strided_on_gpu((count,), (1,), torch.uint8)
+def _gpu(core: Any) -> Any:
+    """Torch's functions for the current GPU, as the extension takes them: see `gpu.h`."""
+    return core.Gpu(compat.current_device, compat.current_stream, compat.empty_strided_on_gpu)
 
 
 def call_cache(run: Callable[..., Any], trace: Callable[..., Any], launch: int, encode: int) -> Callable[..., Any] | None:
@@ -85,9 +84,7 @@ def call_cache(run: Callable[..., Any], trace: Callable[..., Any], launch: int, 
     core = extension()
     if core is None:
         return None
-    made: Callable[..., Any] = core.call_cache(
-        run, trace, compat.empty_strided_on_gpu, compat.current_device, compat.current_stream, launch, encode
-    )
+    made: Callable[..., Any] = core.call_cache(run, trace, launch, encode, _gpu(core))
     return made
 
 

@@ -146,20 +146,13 @@ std::shared_ptr<Program> program_of(const py::tuple& told) {
   return p->made.size() <= MOST_TENSORS && p->result < p->made.size() ? p : nullptr;
 }
 
-bool number(PyObject* made, std::int64_t* value) {
-  bool good = made && integer_of(made, value);
-  Py_XDECREF(made);
-  return good;
-}
-
 class CallCache : public Body {
  public:
-  CallCache(PyObject* run, PyObject* trace, const Runtime& runtime) : run_(run), trace_(trace), runtime_(runtime) {
-    for (PyObject* held : {run_, trace_, runtime_.empty, runtime_.device, runtime_.stream}) Py_INCREF(held);
+  CallCache(PyObject* run, PyObject* trace, const DriverFunctions& driver, const Gpu& gpu)
+      : run_(run), trace_(trace), driver_(driver), gpu_(gpu) {
+    Py_INCREF(run_), Py_INCREF(trace_);
   }
-  ~CallCache() override {
-    for (PyObject* held : {run_, trace_, runtime_.empty, runtime_.device, runtime_.stream}) Py_DECREF(held);
-  }
+  ~CallCache() override { Py_DECREF(run_), Py_DECREF(trace_); }
 
   PyObject* call(PyObject* const* args, Py_ssize_t count) override { return call_with(args, count, nullptr); }
 
@@ -216,17 +209,14 @@ class CallCache : public Body {
   // Null, maybe with an error set, if Python must do it.
   PyObject* execute(Program& p, const Arguments& given) {
     std::int64_t current, stream;
-    if (given.device != p.device || !number(PyObject_CallNoArgs(runtime_.device), &current) || current != p.device) return nullptr;
-    PyObject* index = PyLong_FromLongLong(p.device);
-    bool good = index && number(PyObject_CallOneArg(runtime_.stream, index), &stream);
-    Py_XDECREF(index);
+    if (given.device != p.device || !gpu_.current(&current) || current != p.device) return nullptr;
+    bool good = gpu_.stream(p.device, &stream);
     PyObject* made[MOST_TENSORS];
     std::int64_t addresses[MOST_TENSORS];
     std::size_t count = 0;
     for (; good && count < p.made.size(); ++count) {
       const Allocation& a = p.made[count];
-      PyObject* how[] = {a.size.ptr(), a.stride.ptr(), a.dtype.ptr()};
-      made[count] = PyObject_Vectorcall(runtime_.empty, how, 3, nullptr);
+      made[count] = gpu_.empty(a.size.ptr(), a.stride.ptr(), a.dtype.ptr());
       if (!made[count]) {
         good = false;
         break;
@@ -253,27 +243,28 @@ class CallCache : public Body {
     }
     for (Descriptor& d : step.descriptors) {
       const Pointer& p = std::get<0>(d.how);
-      if (!d.place(memory + std::get<2>(p), address(p), runtime_.encode)) return false;
+      if (!d.place(memory + std::get<2>(p), address(p), driver_.encode)) return false;
     }
     void* parameters[MOST_PARAMETERS];
     for (std::size_t k = 0; k < places.size(); ++k) parameters[k] = memory + places[k];
     int refused;
     Py_BEGIN_ALLOW_THREADS
-    refused = reinterpret_cast<Launch>(runtime_.launch)(reinterpret_cast<void*>(function), blocks, 1, 1, threads, 1, 1, shared,
+    refused = reinterpret_cast<Launch>(driver_.launch)(reinterpret_cast<void*>(function), blocks, 1, 1, threads, 1, 1, shared,
                                                         reinterpret_cast<void*>(stream), parameters, nullptr);
     Py_END_ALLOW_THREADS
     return !refused;
   }
 
   PyObject *run_, *trace_;
-  Runtime runtime_;
+  DriverFunctions driver_;
+  Gpu gpu_;
   std::unordered_map<Key, Entry, Hash> entries_;
 };
 
 }  // namespace
 
-std::unique_ptr<Body> call_cache(PyObject* run, PyObject* trace, const Runtime& runtime) {
-  return std::make_unique<CallCache>(run, trace, runtime);
+std::unique_ptr<Body> call_cache(PyObject* run, PyObject* trace, const DriverFunctions& driver, const Gpu& gpu) {
+  return std::make_unique<CallCache>(run, trace, driver, gpu);
 }
 
 }  // namespace fusewright::native

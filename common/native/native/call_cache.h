@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "call.h"
+#include "gpu.h"
 
 namespace fusewright::native {
 
@@ -28,17 +29,14 @@ using Encoding = std::tuple<Pointer, int, std::vector<std::uint64_t>, std::vecto
 using LaunchStep = std::tuple<std::uintptr_t, unsigned, unsigned, unsigned, std::string, std::vector<std::size_t>,
                               std::vector<Pointer>, std::vector<Encoding>>;
 
-// What is common to all calls. Python: `empty(size, stride, dtype)` allocates on the current device; `device()` and
-// `stream(device)` are the current ones. Addresses of C functions: cuLaunchKernel or hipModuleLaunchKernel, and
-// cuTensorMapEncodeTiled (0: none).
-struct Runtime {
-  PyObject *empty, *device, *stream;
+// Addresses of the driver's functions: cuLaunchKernel or hipModuleLaunchKernel, and cuTensorMapEncodeTiled (0: none).
+struct DriverFunctions {
   std::uintptr_t launch, encode;
 };
 
 // call(...) -> what `run(...)` returns. The second call with arguments of the same layout is `trace(...)`, which returns the
 // result and None, or what to do from then on:
 // (device, allocations as (size, stride, dtype), launches as `LaunchStep`, which allocation is the result).
-std::unique_ptr<Body> call_cache(PyObject* run, PyObject* trace, const Runtime& runtime);
+std::unique_ptr<Body> call_cache(PyObject* run, PyObject* trace, const DriverFunctions& driver, const Gpu& gpu);
 
 }  // namespace fusewright::native

@@ -9,23 +9,13 @@ using Copy = int (*)(std::uintptr_t, std::uintptr_t, std::size_t, void*);
 
 class Copies : public Body {
  public:
-  explicit Copies(const Copying& how) : how_(how) { Py_INCREF(how_.current), Py_INCREF(how_.stream), Py_INCREF(how_.empty); }
-  ~Copies() override { Py_DECREF(how_.current), Py_DECREF(how_.stream), Py_DECREF(how_.empty); }
+  explicit Copies(const Copying& how) : how_(how) {}
 
  protected:
-  static bool taken(PyObject* made, std::int64_t* value) {
-    bool good = made && integer_of(made, value);
-    Py_XDECREF(made);
-    return good;
-  }
   // False with an error set, or because another device is current.
   bool begin(std::int64_t* stream) const {
     std::int64_t current;
-    if (!taken(PyObject_CallNoArgs(how_.current), &current) || current != how_.device) return false;
-    PyObject* index = PyLong_FromLongLong(how_.device);
-    bool good = index && taken(PyObject_CallOneArg(how_.stream, index), stream);
-    Py_XDECREF(index);
-    return good;
+    return how_.gpu.current(&current) && current == how_.device && how_.gpu.stream(current, stream);
   }
   bool copy(std::int64_t to, std::int64_t from, std::size_t bytes, std::int64_t stream) const {
     int refused = 0;
@@ -83,7 +73,7 @@ class CopyOut : public Copies {
     PyObject* made = PyList_New(static_cast<Py_ssize_t>(sources.size()));
     for (std::size_t k = 0; made && k < sources.size(); ++k) {
       const Source& s = sources[k];
-      PyObject* t = PyObject_Vectorcall(how_.empty, s.how, 3, nullptr);
+      PyObject* t = how_.gpu.empty(s.how[0], s.how[1], s.how[2]);
       if (!t || !raw_address_of(t, &to) || !copy(to, s.address, s.bytes, stream)) {
         Py_XDECREF(t);
         Py_CLEAR(made);

@@ -7,15 +7,15 @@
 #include <vector>
 
 #include "call.h"
+#include "gpu.h"
 
 namespace fusewright::native {
 
-// `copy` is cuMemcpyDtoDAsync or hipMemcpyDtoDAsync. Python: `current()` is the current device, `stream(device)` its current stream;
-// `empty(size, stride, dtype)` allocates on it.
+// `copy` is cuMemcpyDtoDAsync or hipMemcpyDtoDAsync.
 struct Copying {
   std::uintptr_t copy;
   std::int64_t device;
-  PyObject *current, *stream, *empty;
+  Gpu gpu;
 };
 
 // call(tensors): copy each to the address and the bytes of its target. False if another device is current; raises RuntimeError if

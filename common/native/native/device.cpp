@@ -25,25 +25,14 @@ bool number_of(PyObject* x, char letter, std::int64_t* value) {
   return true;
 }
 
-bool answer(PyObject* made, std::int64_t* value) {
-  if (!made) return false;
-  bool good = integer_of(made, value);
-  Py_DECREF(made);
-  return good;
-}
-
 }  // namespace
 
-DeviceLaunch::DeviceLaunch(std::uintptr_t driver, std::uintptr_t errors, PyObject* device, PyObject* stream, PyObject* empty)
-    : driver_(driver),
-      errors_(reinterpret_cast<const volatile std::int32_t*>(errors)),
-      device_(device),
-      stream_(stream),
-      empty_(empty) {
-  Py_INCREF(device_), Py_INCREF(stream_), Py_INCREF(empty_);
+DeviceLaunch::DeviceLaunch(std::uintptr_t driver, std::uintptr_t errors, const Gpu& gpu, PyObject* bytes)
+    : driver_(driver), errors_(reinterpret_cast<const volatile std::int32_t*>(errors)), gpu_(gpu), bytes_(bytes) {
+  Py_INCREF(bytes_);
 }
 
-DeviceLaunch::~DeviceLaunch() { Py_DECREF(device_), Py_DECREF(stream_), Py_DECREF(empty_); }
+DeviceLaunch::~DeviceLaunch() { Py_DECREF(bytes_); }
 
 void DeviceLaunch::learn_sizes(std::vector<std::int64_t> sizes, bool wide, bool even, std::vector<unsigned> programs,
                                std::vector<std::int64_t> parts, std::int64_t bytes) {
@@ -87,7 +76,7 @@ PyObject* DeviceLaunch::call(PyObject* const* args, Py_ssize_t count) {
   const Sizes* s = sizes_of(args[1], &failed);
   if (!s) return failed ? nullptr : PyLong_FromLong(NOT_MINE);
   std::int64_t device, current;
-  if (!device_of(PyTuple_GET_ITEM(args[0], 0), &device) || !answer(PyObject_CallNoArgs(device_), &current)) return nullptr;
+  if (!device_of(PyTuple_GET_ITEM(args[0], 0), &device) || !gpu_.current(&current)) return nullptr;
   if (device != current) return PyLong_FromLong(NOT_MINE);
   std::vector<std::int64_t> values;
   std::int64_t joined = 0;
@@ -113,17 +102,14 @@ PyObject* DeviceLaunch::call(PyObject* const* args, Py_ssize_t count) {
 PyObject* DeviceLaunch::launch(const Variant& v, const Sizes& s, std::vector<std::int64_t>& values) const {
   if (values.size() != v.letters.size() || v.functions.size() != s.programs.size() || values.size() + s.parts.size() + 3 > MOST)
     return PyLong_FromLong(NOT_MINE);
-  std::int64_t stream, device = v.device;
-  PyObject* index = PyLong_FromLongLong(device);
-  bool known = index && answer(PyObject_CallOneArg(stream_, index), &stream);
-  Py_XDECREF(index);
-  if (!known) return nullptr;
+  std::int64_t stream;
+  if (!gpu_.stream(v.device, &stream)) return nullptr;
   if (v.after) values.push_back(static_cast<std::int64_t>(v.after));
   PyObject* workspace = nullptr;  // held until the launches are queued: the allocator gives it only to later work of the stream
   if (s.bytes) {
-    PyObject* size = PyLong_FromLongLong(s.bytes);
-    workspace = size ? PyObject_CallOneArg(empty_, size) : nullptr;
-    Py_XDECREF(size);
+    PyObject *size = Py_BuildValue("(L)", static_cast<long long>(s.bytes)), *one = size ? Py_BuildValue("(i)", 1) : nullptr;
+    workspace = one ? gpu_.empty(size, one, bytes_) : nullptr;
+    Py_XDECREF(size), Py_XDECREF(one);
     std::int64_t base;
     if (!workspace || !address_of(workspace, &base)) return Py_XDECREF(workspace), nullptr;
     for (std::int64_t offset : s.parts) values.push_back(base + offset);

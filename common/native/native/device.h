@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "call.h"
+#include "gpu.h"
 
 namespace fusewright::native {
 
@@ -17,8 +18,8 @@ using Function = std::tuple<std::uintptr_t, unsigned, unsigned>;
 // A kernel with the launch parameters learned from Python: see `Device` in module.cpp, which exposes it.
 class DeviceLaunch : public Body {
  public:
-  // `empty(bytes)` allocates on the current device; `device()` and `stream(device)` are the current ones.
-  DeviceLaunch(std::uintptr_t driver, std::uintptr_t errors, PyObject* device, PyObject* stream, PyObject* empty);
+  // `bytes` is the type of a workspace's elements.
+  DeviceLaunch(std::uintptr_t driver, std::uintptr_t errors, const Gpu& gpu, PyObject* bytes);
   ~DeviceLaunch() override;
   // `parts` are offsets into a workspace of `bytes`, whose addresses follow the other parameters.
   void learn_sizes(std::vector<std::int64_t> sizes, bool wide, bool even, std::vector<unsigned> programs,
@@ -48,7 +49,8 @@ class DeviceLaunch : public Body {
 
   std::uintptr_t driver_;
   const volatile std::int32_t* errors_;
-  PyObject *device_, *stream_, *empty_;
+  Gpu gpu_;
+  PyObject* bytes_;
   std::vector<std::unique_ptr<Sizes>> sizes_;
   std::vector<std::unique_ptr<Variant>> variants_;
 };

@@ -41,13 +41,6 @@ struct Member {
 
 Member data_ptr, version, get_device, dtype, shape, stride;
 
-bool taken(PyObject* number, std::int64_t* value) {
-  if (!number) return false;
-  bool good = integer_of(number, value);
-  Py_DECREF(number);
-  return good;
-}
-
 // Append a tuple of integers, and take it.
 bool append(PyObject* sizes, std::vector<std::int64_t>* words) {
   bool good = sizes && PyTuple_Check(sizes);
@@ -103,20 +96,26 @@ bool append_layout(PyObject* tensor, std::int64_t* device, std::vector<std::int6
 bool is_tensor(PyObject* x) { return tensors && PyObject_TypeCheck(x, tensors); }
 
 bool raw_address_of(PyObject* tensor, std::int64_t* address) {
-  return is_tensor(tensor) ? taken(data_ptr.called(tensor), address) : refuse(tensor);
+  return is_tensor(tensor) ? take_integer(data_ptr.called(tensor), address) : refuse(tensor);
 }
 
 bool address_of(PyObject* tensor, std::int64_t* address) {
   if (!raw_address_of(tensor, address)) return false;
-  return *address || taken(PyObject_CallOneArg(on_null, tensor), address);
+  return *address || take_integer(PyObject_CallOneArg(on_null, tensor), address);
 }
 
 bool device_of(PyObject* tensor, std::int64_t* device) {
-  return is_tensor(tensor) ? taken(get_device.called(tensor), device) : refuse(tensor);
+  return is_tensor(tensor) ? take_integer(get_device.called(tensor), device) : refuse(tensor);
 }
 
 bool version_of(PyObject* tensor, std::int64_t* found) {
-  return is_tensor(tensor) ? taken(version.read(tensor), found) : refuse(tensor);
+  return is_tensor(tensor) ? take_integer(version.read(tensor), found) : refuse(tensor);
+}
+
+bool take_integer(PyObject* made, std::int64_t* value) {
+  bool good = made && integer_of(made, value);
+  Py_XDECREF(made);
+  return good;
 }
 
 bool integer_of(PyObject* x, std::int64_t* value) {

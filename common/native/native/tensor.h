@@ -32,6 +32,9 @@ bool is_plain_tensor(PyObject* x);
 
 bool version_of(PyObject* tensor, std::int64_t* version);
 
+// The value of a result, which is released; false with an error set, also if there is none.
+bool take_integer(PyObject* made, std::int64_t* value);
+
 // The value of a Python int, wrapped to 64 bits as in ctypes.
 bool integer_of(PyObject* x, std::int64_t* value);
 
