@@ -743,7 +743,7 @@ current_stream: Callable[[int], int] = getattr(
 )
 """The handle of a GPU's current stream, by GPU index, without allocating an object."""
 
-empty_strided_on_gpu: Callable[..., torch.Tensor] = getattr(
+empty_strided_on_device: Callable[..., torch.Tensor] = getattr(
     torch._C._dynamo.guards, "_empty_strided_cuda", lambda n, s, dtype: torch.empty_strided(n, s, dtype=dtype, device="cuda")
 )
 """Allocate sizes, strides and a dtype on the current GPU, without the dispatcher."""

@@ -202,7 +202,7 @@ def driver_copies(core: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(_torch_compat, "current_device", lambda: device[0])
     monkeypatch.setattr(_torch_compat, "current_stream", lambda index: streams[index])
     monkeypatch.setattr(
-        _torch_compat, "empty_strided_on_gpu", lambda n, s, dtype: torch.empty_strided(n, s, dtype=dtype).fill_(7)
+        _torch_compat, "empty_strided_on_device", lambda n, s, dtype: torch.empty_strided(n, s, dtype=dtype).fill_(7)
     )
     copies = native.device_copies(ctypes.cast(kept, ctypes.c_void_p).value or 0, 0)
     return SimpleNamespace(copies=copies, calls=calls, device=device, streams=streams, kept=kept)

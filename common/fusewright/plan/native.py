@@ -40,7 +40,7 @@ def device_launch(driver: int, errors: int) -> Any | None:
     """A launcher that calls the function at address `driver` (cuLaunchKernel, hipModuleLaunchKernel) as long as the word at
     `errors` (0: none) is 0; None without the extension. See `device.h` of the extension."""
     core = extension()
-    return None if core is None else core.Device(driver, errors, _gpu(core), torch.uint8)
+    return None if core is None else core.Device(driver, errors, _current_device(core), torch.uint8)
 
 
 class DeviceCopies:
@@ -48,7 +48,7 @@ class DeviceCopies:
     (cuMemcpyDtoDAsync, hipMemcpyDtoDAsync). See `copies.h` of the extension."""
 
     def __init__(self, core: Any, address: int, device: int) -> None:
-        self._core, self._how = core, (address, device, _gpu(core))
+        self._core, self._how = core, (address, device, _current_device(core))
 
     def copy_in(self, targets: Sequence[torch.Tensor]) -> Callable[[list[torch.Tensor]], bool]:
         """A function that copies a list of tensors to these; False if another device is current."""
@@ -72,9 +72,9 @@ def _bytes(t: torch.Tensor) -> int:
     return t.numel() * t.element_size()
 
 
-def _gpu(core: Any) -> Any:
-    """Torch's functions for the current GPU, as the extension takes them: see `gpu.h`."""
-    return core.Gpu(compat.current_device, compat.current_stream, compat.empty_strided_on_gpu)
+def _current_device(core: Any) -> Any:
+    """Torch's functions for the current GPU, as the extension takes them: see `current_device.h`."""
+    return core.CurrentDevice(compat.current_device, compat.current_stream, compat.empty_strided_on_device)
 
 
 def call_cache(run: Callable[..., Any], trace: Callable[..., Any], launch: int, encode: int) -> Callable[..., Any] | None:
@@ -84,7 +84,7 @@ def call_cache(run: Callable[..., Any], trace: Callable[..., Any], launch: int, 
     core = extension()
     if core is None:
         return None
-    made: Callable[..., Any] = core.call_cache(run, trace, launch, encode, _gpu(core))
+    made: Callable[..., Any] = core.call_cache(run, trace, launch, encode, _current_device(core))
     return made
 
 

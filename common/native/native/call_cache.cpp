@@ -148,8 +148,8 @@ std::shared_ptr<Program> program_of(const py::tuple& told) {
 
 class CallCache : public Body {
  public:
-  CallCache(PyObject* run, PyObject* trace, const DriverFunctions& driver, const Gpu& gpu)
-      : run_(run), trace_(trace), driver_(driver), gpu_(gpu) {
+  CallCache(PyObject* run, PyObject* trace, const DriverFunctions& driver, const CurrentDevice& current)
+      : run_(run), trace_(trace), driver_(driver), current_(current) {
     Py_INCREF(run_), Py_INCREF(trace_);
   }
   ~CallCache() override { Py_DECREF(run_), Py_DECREF(trace_); }
@@ -209,14 +209,14 @@ class CallCache : public Body {
   // Null, maybe with an error set, if Python must do it.
   PyObject* execute(Program& p, const Arguments& given) {
     std::int64_t current, stream;
-    if (given.device != p.device || !gpu_.current(&current) || current != p.device) return nullptr;
-    bool good = gpu_.stream(p.device, &stream);
+    if (given.device != p.device || !current_.index(&current) || current != p.device) return nullptr;
+    bool good = current_.stream(p.device, &stream);
     PyObject* made[MOST_TENSORS];
     std::int64_t addresses[MOST_TENSORS];
     std::size_t count = 0;
     for (; good && count < p.made.size(); ++count) {
       const Allocation& a = p.made[count];
-      made[count] = gpu_.empty(a.size.ptr(), a.stride.ptr(), a.dtype.ptr());
+      made[count] = current_.empty(a.size.ptr(), a.stride.ptr(), a.dtype.ptr());
       if (!made[count]) {
         good = false;
         break;
@@ -257,14 +257,14 @@ class CallCache : public Body {
 
   PyObject *run_, *trace_;
   DriverFunctions driver_;
-  Gpu gpu_;
+  CurrentDevice current_;
   std::unordered_map<Key, Entry, Hash> entries_;
 };
 
 }  // namespace
 
-std::unique_ptr<Body> call_cache(PyObject* run, PyObject* trace, const DriverFunctions& driver, const Gpu& gpu) {
-  return std::make_unique<CallCache>(run, trace, driver, gpu);
+std::unique_ptr<Body> call_cache(PyObject* run, PyObject* trace, const DriverFunctions& driver, const CurrentDevice& current) {
+  return std::make_unique<CallCache>(run, trace, driver, current);
 }
 
 }  // namespace fusewright::native

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "call.h"
-#include "gpu.h"
+#include "current_device.h"
 
 namespace fusewright::native {
 
@@ -37,6 +37,6 @@ struct DriverFunctions {
 // call(...) -> what `run(...)` returns. The second call with arguments of the same layout is `trace(...)`, which returns the
 // result and None, or what to do from then on:
 // (device, allocations as (size, stride, dtype), launches as `LaunchStep`, which allocation is the result).
-std::unique_ptr<Body> call_cache(PyObject* run, PyObject* trace, const DriverFunctions& driver, const Gpu& gpu);
+std::unique_ptr<Body> call_cache(PyObject* run, PyObject* trace, const DriverFunctions& driver, const CurrentDevice& current);
 
 }  // namespace fusewright::native

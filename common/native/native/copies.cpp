@@ -15,7 +15,7 @@ class Copies : public Body {
   // False with an error set, or because another device is current.
   bool begin(std::int64_t* stream) const {
     std::int64_t current;
-    return how_.gpu.current(&current) && current == how_.device && how_.gpu.stream(current, stream);
+    return how_.current.index(&current) && current == how_.device && how_.current.stream(current, stream);
   }
   bool copy(std::int64_t to, std::int64_t from, std::size_t bytes, std::int64_t stream) const {
     int refused = 0;
@@ -73,7 +73,7 @@ class CopyOut : public Copies {
     PyObject* made = PyList_New(static_cast<Py_ssize_t>(sources.size()));
     for (std::size_t k = 0; made && k < sources.size(); ++k) {
       const Source& s = sources[k];
-      PyObject* t = how_.gpu.empty(s.how[0], s.how[1], s.how[2]);
+      PyObject* t = how_.current.empty(s.how[0], s.how[1], s.how[2]);
       if (!t || !raw_address_of(t, &to) || !copy(to, s.address, s.bytes, stream)) {
         Py_XDECREF(t);
         Py_CLEAR(made);

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "call.h"
-#include "gpu.h"
+#include "current_device.h"
 
 namespace fusewright::native {
 
@@ -15,7 +15,7 @@ namespace fusewright::native {
 struct Copying {
   std::uintptr_t copy;
   std::int64_t device;
-  Gpu gpu;
+  CurrentDevice current;
 };
 
 // call(tensors): copy each to the address and the bytes of its target. False if another device is current; raises RuntimeError if

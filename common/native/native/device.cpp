@@ -27,8 +27,8 @@ bool number_of(PyObject* x, char letter, std::int64_t* value) {
 
 }  // namespace
 
-DeviceLaunch::DeviceLaunch(std::uintptr_t driver, std::uintptr_t errors, const Gpu& gpu, PyObject* bytes)
-    : driver_(driver), errors_(reinterpret_cast<const volatile std::int32_t*>(errors)), gpu_(gpu), bytes_(bytes) {
+DeviceLaunch::DeviceLaunch(std::uintptr_t driver, std::uintptr_t errors, const CurrentDevice& current, PyObject* bytes)
+    : driver_(driver), errors_(reinterpret_cast<const volatile std::int32_t*>(errors)), current_(current), bytes_(bytes) {
   Py_INCREF(bytes_);
 }
 
@@ -76,7 +76,7 @@ PyObject* DeviceLaunch::call(PyObject* const* args, Py_ssize_t count) {
   const Sizes* s = sizes_of(args[1], &failed);
   if (!s) return failed ? nullptr : PyLong_FromLong(NOT_MINE);
   std::int64_t device, current;
-  if (!device_of(PyTuple_GET_ITEM(args[0], 0), &device) || !gpu_.current(&current)) return nullptr;
+  if (!device_of(PyTuple_GET_ITEM(args[0], 0), &device) || !current_.index(&current)) return nullptr;
   if (device != current) return PyLong_FromLong(NOT_MINE);
   std::vector<std::int64_t> values;
   std::int64_t joined = 0;
@@ -103,12 +103,12 @@ PyObject* DeviceLaunch::launch(const Variant& v, const Sizes& s, std::vector<std
   if (values.size() != v.letters.size() || v.functions.size() != s.programs.size() || values.size() + s.parts.size() + 3 > MOST)
     return PyLong_FromLong(NOT_MINE);
   std::int64_t stream;
-  if (!gpu_.stream(v.device, &stream)) return nullptr;
+  if (!current_.stream(v.device, &stream)) return nullptr;
   if (v.after) values.push_back(static_cast<std::int64_t>(v.after));
   PyObject* workspace = nullptr;  // held until the launches are queued: the allocator gives it only to later work of the stream
   if (s.bytes) {
     PyObject *size = Py_BuildValue("(L)", static_cast<long long>(s.bytes)), *one = size ? Py_BuildValue("(i)", 1) : nullptr;
-    workspace = one ? gpu_.empty(size, one, bytes_) : nullptr;
+    workspace = one ? current_.empty(size, one, bytes_) : nullptr;
     Py_XDECREF(size), Py_XDECREF(one);
     std::int64_t base;
     if (!workspace || !address_of(workspace, &base)) return Py_XDECREF(workspace), nullptr;

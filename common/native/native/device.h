@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "call.h"
-#include "gpu.h"
+#include "current_device.h"
 
 namespace fusewright::native {
 
@@ -19,7 +19,7 @@ using Function = std::tuple<std::uintptr_t, unsigned, unsigned>;
 class DeviceLaunch : public Body {
  public:
   // `bytes` is the type of a workspace's elements.
-  DeviceLaunch(std::uintptr_t driver, std::uintptr_t errors, const Gpu& gpu, PyObject* bytes);
+  DeviceLaunch(std::uintptr_t driver, std::uintptr_t errors, const CurrentDevice& current, PyObject* bytes);
   ~DeviceLaunch() override;
   // `parts` are offsets into a workspace of `bytes`, whose addresses follow the other parameters.
   void learn_sizes(std::vector<std::int64_t> sizes, bool wide, bool even, std::vector<unsigned> programs,
@@ -49,7 +49,7 @@ class DeviceLaunch : public Body {
 
   std::uintptr_t driver_;
   const volatile std::int32_t* errors_;
-  Gpu gpu_;
+  CurrentDevice current_;
   PyObject* bytes_;
   std::vector<std::unique_ptr<Sizes>> sizes_;
   std::vector<std::unique_ptr<Variant>> variants_;

@@ -23,8 +23,8 @@ py::object callable(std::unique_ptr<Body> body) {
 // The Python side of a `DeviceLaunch`: `launch` is the callable, the other methods register what it may handle itself.
 class Device {
  public:
-  Device(std::uintptr_t driver, std::uintptr_t errors, const Gpu& gpu, const py::object& bytes) {
-    auto body = std::make_unique<DeviceLaunch>(driver, errors, gpu, bytes.ptr());
+  Device(std::uintptr_t driver, std::uintptr_t errors, const CurrentDevice& current, const py::object& bytes) {
+    auto body = std::make_unique<DeviceLaunch>(driver, errors, current, bytes.ptr());
     body_ = body.get();
     call = callable(std::move(body));
   }
@@ -45,29 +45,30 @@ PYBIND11_MODULE(_core, m) {
   m.def("launch", [](std::uintptr_t kernel, std::vector<std::int32_t> places) {
     return callable(launch(kernel, std::move(places)));
   });
-  py::class_<Gpu>(m, "Gpu").def(py::init([](const py::object& device, const py::object& stream, const py::object& empty) {
-    return std::make_unique<Gpu>(device.ptr(), stream.ptr(), empty.ptr());
+  py::class_<CurrentDevice>(m, "CurrentDevice")
+      .def(py::init([](const py::object& device, const py::object& stream, const py::object& empty) {
+    return std::make_unique<CurrentDevice>(device.ptr(), stream.ptr(), empty.ptr());
   }), py::arg("device"), py::arg("stream"), py::arg("empty"));
   m.def("call_cache", [](const py::object& run, const py::object& trace, std::uintptr_t launch, std::uintptr_t encode,
-                         const Gpu& gpu) { return callable(call_cache(run.ptr(), trace.ptr(), {launch, encode}, gpu)); });
+                         const CurrentDevice& current) { return callable(call_cache(run.ptr(), trace.ptr(), {launch, encode}, current)); });
   using Target = std::pair<std::int64_t, std::size_t>;
-  m.def("copy_in", [](std::uintptr_t copy, std::int64_t device, const Gpu& gpu, std::vector<Target> targets) {
-    return callable(copy_in({copy, device, gpu}, std::move(targets)));
+  m.def("copy_in", [](std::uintptr_t copy, std::int64_t device, const CurrentDevice& current, std::vector<Target> targets) {
+    return callable(copy_in({copy, device, current}, std::move(targets)));
   });
   using Source = std::tuple<std::int64_t, std::size_t, py::object, py::object, py::object>;
-  m.def("copy_out", [](std::uintptr_t copy, std::int64_t device, const Gpu& gpu, const std::vector<Source>& sources) {
+  m.def("copy_out", [](std::uintptr_t copy, std::int64_t device, const CurrentDevice& current, const std::vector<Source>& sources) {
     std::vector<std::tuple<std::int64_t, std::size_t, PyObject*, PyObject*, PyObject*>> told;
     for (const auto& [address, bytes, size, stride, dtype] : sources)
       told.push_back({address, bytes, size.ptr(), stride.ptr(), dtype.ptr()});
-    return callable(copy_out({copy, device, gpu}, told));
+    return callable(copy_out({copy, device, current}, told));
   });
   m.def("watch", [](const py::object& arguments, const std::vector<Py_ssize_t>& places, const std::vector<Py_ssize_t>& moving) {
     return callable(watch(arguments.ptr(), places, moving));
   });
   m.def("words", [](const std::vector<std::pair<std::uintptr_t, int>>& places) { return callable(words(places)); });
   py::class_<Device>(m, "Device")
-      .def(py::init<std::uintptr_t, std::uintptr_t, const Gpu&, const py::object&>(), py::arg("driver"), py::arg("errors"),
-           py::arg("gpu"), py::arg("bytes"))
+      .def(py::init<std::uintptr_t, std::uintptr_t, const CurrentDevice&, const py::object&>(), py::arg("driver"), py::arg("errors"),
+           py::arg("current"), py::arg("bytes"))
       .def_readonly("launch", &Device::call)
       .def("learn_sizes", [](Device& d, std::vector<std::int64_t> sizes, bool wide, bool even,
                              std::vector<unsigned> programs, std::vector<std::int64_t> parts, std::int64_t bytes) {

@@ -97,7 +97,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     monkeypatch.setattr(_torch_compat, "current_device", lambda: -1)
     monkeypatch.setattr(_torch_compat, "current_stream", lambda index: 77)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: SimpleNamespace(cuda_stream=77))
-    monkeypatch.setattr(_torch_compat, "empty_strided_on_gpu", lambda n, s, dtype: torch.empty_strided(n, s, dtype=dtype))
+    monkeypatch.setattr(_torch_compat, "empty_strided_on_device", lambda n, s, dtype: torch.empty_strided(n, s, dtype=dtype))
     return found
 
 

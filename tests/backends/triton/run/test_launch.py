@@ -212,7 +212,7 @@ def test_shared_rows_are_launched_by_address_with_a_workspace_too(
         spaces.append(torch.empty_strided(size, stride, dtype=dtype))
         return spaces[-1]
 
-    monkeypatch.setattr(_torch_compat, "empty_strided_on_gpu", empty)
+    monkeypatch.setattr(_torch_compat, "empty_strided_on_device", empty)
     run = launcher(column_sum(1000, 70), Config((Tile((0,), 32),), 64, False, 4, 4))
     recorder.types = [ctypes.c_uint64] * 5
     data = torch.zeros(1000, 70), torch.zeros(70)

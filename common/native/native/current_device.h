@@ -8,15 +8,15 @@
 
 namespace fusewright::native {
 
-class Gpu {
+class CurrentDevice {
  public:
-  Gpu(PyObject* device, PyObject* stream, PyObject* empty);
-  Gpu(const Gpu& other) : Gpu(other.device_, other.stream_, other.empty_) {}
-  Gpu& operator=(const Gpu&) = delete;
-  ~Gpu();
+  CurrentDevice(PyObject* device, PyObject* stream, PyObject* empty);
+  CurrentDevice(const CurrentDevice& other) : CurrentDevice(other.device_, other.stream_, other.empty_) {}
+  CurrentDevice& operator=(const CurrentDevice&) = delete;
+  ~CurrentDevice();
 
   // False with an error set.
-  bool current(std::int64_t* device) const;
+  bool index(std::int64_t* device) const;
   bool stream(std::int64_t device, std::int64_t* handle) const;
 
   // A new reference, or null with an error set.
