@@ -6,14 +6,13 @@ import ctypes
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from fusewright import _torch_compat
+from fusewright import _torch_compat, machine
 from fusewright.plan import native
 from fusewright_triton import target
 from fusewright_triton.build.binaries import Binary
@@ -95,8 +94,8 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
     monkeypatch.setattr(_torch_compat, "current_device", lambda: -1)
-    monkeypatch.setattr(_torch_compat, "current_stream", lambda index: 77)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: SimpleNamespace(cuda_stream=77))
+    for module in (_torch_compat, machine):
+        monkeypatch.setattr(module, "current_stream", lambda index: 77)
     monkeypatch.setattr(_torch_compat, "empty_strided_on_device", lambda n, s, dtype: torch.empty_strided(n, s, dtype=dtype))
     return found
 

@@ -18,6 +18,7 @@ pytest.importorskip("triton", reason="triton is not installed; pip install './ba
 
 import torch
 
+from fusewright import machine
 from fusewright.interface import RuleLog
 from fusewright_triton import runtime, target
 from fusewright_triton.backend import NvidiaTriton
@@ -253,7 +254,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[Driver, Binary], None]:
         monkeypatch.setattr(handwritten, "_bound", {})
         monkeypatch.setattr(handwritten, "_loaded", {})
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: SimpleNamespace(cuda_stream=77))
+        monkeypatch.setattr(machine, "current_stream", lambda index: 77)
 
     return setup
 

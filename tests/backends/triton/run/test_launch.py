@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from fusewright import _torch_compat
+from fusewright import _torch_compat, machine
 from fusewright.errors import FreedStorageError
 from fusewright.plan import native
 from fusewright.toolkit.ir import Builder, Kernel, symbol
@@ -80,7 +80,8 @@ def recorder(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) ->
     monkeypatch.setattr(launch, "errors", lambda: errors)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
     monkeypatch.setattr(_torch_compat, "current_device", lambda: -1)
-    monkeypatch.setattr(_torch_compat, "current_stream", lambda index: 77)
+    for module in (_torch_compat, machine):
+        monkeypatch.setattr(module, "current_stream", lambda index: 77)
     stream = SimpleNamespace(cuda_stream=77, synchronize=lambda: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: stream)
     return found
