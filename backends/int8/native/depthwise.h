@@ -136,7 +136,7 @@ template <class V> void depthwise(const Conv& c, i64 pixel, i64 pixels, std::uin
       rows.fill(x, some, strip);
       sums_of_strip<V>(c, some, count, strip, w, sums);
       if (levels.usable) {
-        finish_quickly<V>(c.after, columns, levels, p, some, block, count, sums);
+        finish_quickly<V, false>(c.after, columns, levels, p, some, block, count, sums);
         continue;
       }
       for (i64 r = 0; r < some; ++r) finish_exactly<V, false>(c.after, columns, p + r, block, 0, count, sums + r * kPanel);

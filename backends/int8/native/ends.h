@@ -139,9 +139,9 @@ void finish_floats(const After& a, const Columns& c, i64 row, i64 first, i64 cou
   if (whole < count) finish_exactly<V, PER_ROW>(a, c, row, first, whole, count - whole, sums, row_scale, zero);
 }
 
-// The fast path for N W columns, N at most 4. Row-independent numbers are held in registers, because byte stores may alias anything
+// The fast path for N W columns, N at most 4, of sums that still contain the offsets unless BEGINS (see `Ends`). Row-independent numbers are held in registers, because byte stores may alias anything
 // and would force reloading them. RESIDUAL is f32 if there is none.
-template <class V, Type RESIDUAL, int N> class QuickEnd {
+template <class V, Type RESIDUAL, bool BEGINS, int N> class QuickEnd {
  public:
   QuickEnd(const Columns& c, const Levels& l, i64 from) : residual_scale(V::set(l.residual_scale)), bytes(l.low, l.high, l.flip) {
     for (int v = 0; v < N; ++v) {
@@ -157,7 +157,9 @@ template <class V, Type RESIDUAL, int N> class QuickEnd {
     for (int v = N; v < 4; ++v) level[v] = V::set(0);
 #pragma GCC unroll 4
     for (int v = 0; v < N; ++v) {
-      auto sum = V::to_float(V::sub(V::load(sums + v * V::W), offset[v]));
+      auto whole = V::load(sums + v * V::W);
+      if constexpr (!BEGINS) whole = V::sub(whole, offset[v]);
+      auto sum = V::to_float(whole);
       auto low = below[v], high = above[v];
       if constexpr (RESIDUAL != Type::f32) {
         auto r = load_as<V>(residual, RESIDUAL, v * V::W);
@@ -178,14 +180,14 @@ template <class V, Type RESIDUAL, int N> class QuickEnd {
 };
 
 // `count` columns, at most 4 W, of which the first is column j of the panel that starts at column `first`.
-template <class V, Type RESIDUAL, int N = 4>
+template <class V, Type RESIDUAL, bool BEGINS, int N = 4>
 void finish_columns(const After& a, const Columns& c, const Levels& l, i64 row, i64 rows, i64 first, i64 j, i64 count,
                     const std::int32_t* sums) {
   if constexpr (N > 1) {
-    if (count <= (N - 1) * V::W) return finish_columns<V, RESIDUAL, N - 1>(a, c, l, row, rows, first, j, count, sums);
+    if (count <= (N - 1) * V::W) return finish_columns<V, RESIDUAL, BEGINS, N - 1>(a, c, l, row, rows, first, j, count, sums);
   }
   constexpr bool ADDS = RESIDUAL != Type::f32;
-  const QuickEnd<V, RESIDUAL, N> end(c, l, j);
+  const QuickEnd<V, RESIDUAL, BEGINS, N> end(c, l, j);
   auto to = static_cast<std::uint8_t*>(a.out) + row * a.out_stride + first + j;
   auto residual = ADDS ? static_cast<const std::uint8_t*>(a.residual) + row * a.residual_stride + first + j : nullptr;
   const auto left = static_cast<std::size_t>(count);
@@ -205,33 +207,37 @@ void finish_columns(const After& a, const Columns& c, const Levels& l, i64 row, 
   }
 }
 
-template <class V, Type RESIDUAL>
+template <class V, Type RESIDUAL, bool BEGINS>
 void finish_quickly(const After& a, const Columns& c, const Levels& l, i64 row, i64 rows, i64 first, i64 count,
                     const std::int32_t* sums) {
   constexpr i64 WIDE = 4 * V::W;
-  for (i64 j = 0; j < count; j += WIDE) finish_columns<V, RESIDUAL>(a, c, l, row, rows, first, j, smaller(count - j, WIDE), sums);
+  for (i64 j = 0; j < count; j += WIDE) finish_columns<V, RESIDUAL, BEGINS>(a, c, l, row, rows, first, j, smaller(count - j, WIDE), sums);
 }
 
-template <class V>
+template <class V, bool BEGINS>
 void finish_quickly(const After& a, const Columns& c, const Levels& l, i64 row, i64 rows, i64 first, i64 count,
                     const std::int32_t* sums) {
-  auto run = !a.residual                     ? finish_quickly<V, Type::f32>
-             : a.residual_type == Type::u8 ? finish_quickly<V, Type::u8>
-                                             : finish_quickly<V, Type::s8>;
+  auto run = !a.residual                   ? finish_quickly<V, Type::f32, BEGINS>
+             : a.residual_type == Type::u8 ? finish_quickly<V, Type::u8, BEGINS>
+                                           : finish_quickly<V, Type::s8, BEGINS>;
   run(a, c, l, row, rows, first, count, sums);
 }
 
-// The epilogue of one panel, prepared once for its columns.
-template <class V, bool FLIPS> class Ends {
+// The epilogue of one panel, prepared once for its columns. BEGINS: sums begin with `begin()`, minus the offsets unless each row has
+// its own, instead of 0.
+template <class V, bool FLIPS, bool BEGINS> class Ends {
  public:
   Ends(const Gemm& gemm, i64 first_, i64 count_) : g(gemm), first(first_), count(count_) {
     columns_of_panel<FLIPS>(columns, g, first, count);
     if (!g.per_row && ends_quickly(g.after)) levels.of(columns, g.after, count, g.k);
+    if constexpr (BEGINS)
+      if (!g.per_row) begin_with_offsets();
   }
+  const std::int32_t* begin() const { return first_sums; }
   // Finish rows [row, row + rows); `sums` has rows of kPanel.
   void finish(i64 row, i64 rows, std::int32_t* sums) const {
     if (g.row_terms) take_terms(row, rows, sums);
-    if (levels.usable) return finish_quickly<V>(g.after, columns, levels, row, rows, first, count, sums);
+    if (levels.usable) return finish_quickly<V, BEGINS>(g.after, columns, levels, row, rows, first, count, sums);
     const bool plain = !g.after.residual && g.after.post == Post::none && size_of(g.after.out_type) > 1;
     auto end = g.per_row ? row_end<true>(plain) : row_end<false>(plain);
     for (i64 r = row; r < row + rows; ++r, sums += kPanel)
@@ -249,6 +255,10 @@ template <class V, bool FLIPS> class Ends {
                          double row_scale, std::int32_t zero) {
     finish_exactly<V, PER_ROW>(a, c, row, first, 0, count, sums, row_scale, zero);
   }
+  void begin_with_offsets() {
+    for (i64 i = 0; i < round_up(count, kNarrow); ++i)
+      first_sums[i] = static_cast<std::int32_t>(0u - static_cast<std::uint32_t>(columns.offset[i])), columns.offset[i] = 0;
+  }
   void take_terms(i64 row, i64 rows, std::int32_t* sums) const {
     for (i64 r = row; r < row + rows; ++r, sums += kPanel)
       for (i64 j = 0; j < count; j += V::W) V::store(sums + j, V::sub(V::load(sums + j), V::set(g.row_terms[r])));
@@ -258,6 +268,7 @@ template <class V, bool FLIPS> class Ends {
   i64 first, count;
   Columns columns;
   Levels levels;
+  alignas(64) std::int32_t first_sums[kPanel] = {};
 };
 
 }  // namespace

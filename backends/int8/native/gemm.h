@@ -7,23 +7,22 @@ namespace fusewright::int8 {
 namespace {
 
 constexpr i64 kAhead = 8192;  // prefetch distance in the weights, in bytes
-constexpr i64 kStretch = 64;    // of k, between two fetches of what comes next
 constexpr i64 kHidden = 64;     // beside so many rows reading the weights takes no time
 constexpr i64 kBlockRows = 24;  // sums of a block: 6 KiB, which stays in the L1 cache
 
 // The weights from a column on, in its panel.
 struct Weights {
   const std::int8_t* at;
-  i64 step;  // bytes from one quad of k to the next
+  i64 step;  // bytes from one group of k to the next
 
   Weights(const Gemm& g, i64 column) {
     const i64 panel = column / kPanel;
-    at = g.weight + panel * panel_bytes(g.k) + kQuad * (column % kPanel);
-    step = kQuad * round_up(smaller(kPanel, g.n - panel * kPanel), kNarrow);
+    at = g.weight + panel * panel_bytes(g.k) + column_bytes(column % kPanel);
+    step = kGroup * round_up(smaller(kPanel, g.n - panel * kPanel), kNarrow);
   }
 };
 
-// What the thread needs next: in each stretch of k a block brings some of its lines to the second-level cache.
+// What the thread needs next: in each group of k a block brings some of its lines to the second-level cache.
 struct Ahead {
   const std::int8_t* at = nullptr;
   i64 lines = 0;
@@ -39,7 +38,7 @@ template <class V, class A, class B> typename V::I part_dot(typename V::I acc, c
   else return V::dot(acc, a, b);
 }
 
-// MR rows of x by NV vectors of columns; sums go to `to`, in rows of kPanel. `step`: weight bytes from one quad of k to the next.
+// MR rows of x by NV vectors of columns; sums go to `to`, in rows of kPanel. `step`: weight bytes from one group of k to the next.
 template <class V, int MR, int NV, bool SIGNED>
 void block(const std::uint8_t* x, i64 x_stride, const std::int8_t* w, i64 step, i64 k, Ahead& ahead, std::int32_t* to) {
   // Every loop over `acc` is unrolled; otherwise it would live in memory and be stored before and after the product.
@@ -59,15 +58,16 @@ void block(const std::uint8_t* x, i64 x_stride, const std::int8_t* w, i64 step, 
   const std::int8_t* line = ahead.at;
   for (i64 at = 0; at < whole;) {
     for (i64 i = 0; i < ahead.lines; ++i, line += 64) __builtin_prefetch(line, 0, 2);
-    for (const i64 end = smaller(at + kStretch, whole); at < end; at += kQuad, w += step) {
+    const std::int8_t* quad = w;
+    for (const i64 end = smaller(at + kGroup, whole); at < end; at += kQuad, quad += kLine) {
       // Few rows are memory-bound, and the hardware's prefetch stops at page boundaries.
       if constexpr (MR <= kFewRows)
-        for (int v = 0; v < NV * V::W / 16; ++v) __builtin_prefetch(w + kAhead + 64 * v);
+        for (int v = 0; v < NV * V::W / kNarrow; ++v) __builtin_prefetch(quad + kAhead + column_bytes(kNarrow * v));
 #pragma GCC unroll 2
       for (int h = 0; h < V::HALVES; ++h) {
         decltype(part_of<V>(w, h)) b[NV];
 #pragma GCC unroll 4
-        for (int v = 0; v < NV; ++v) b[v] = part_of<V>(w + v * V::W * 4, h);
+        for (int v = 0; v < NV; ++v) b[v] = part_of<V>(quad + column_bytes(v * V::W), h);
 #pragma GCC unroll 12
         for (int r = 0; r < MR; ++r) {
           auto a = V::broadcast(row[r] + V::HALVES * at + 4 * h);
@@ -77,15 +77,17 @@ void block(const std::uint8_t* x, i64 x_stride, const std::int8_t* w, i64 step, 
         }
       }
     }
+    if (at % kGroup == 0) w += step;
   }
   ahead.at = line;
   if (whole < k) {
+    w += whole % kGroup / kQuad * kLine;
 #pragma GCC unroll 12
     for (int r = 0; r < MR; ++r) {
       auto a = V::broadcast(rest[r]);
       if constexpr (SIGNED && V::HALVES == 1) a = V::flip(a);
 #pragma GCC unroll 4
-      for (int v = 0; v < NV; ++v) acc[r][v] = part_dot<V>(acc[r][v], a, part_of<V>(w + v * V::W * 4, 0));
+      for (int v = 0; v < NV; ++v) acc[r][v] = part_dot<V>(acc[r][v], a, part_of<V>(w + column_bytes(v * V::W), 0));
     }
   }
 #pragma GCC unroll 12
@@ -128,9 +130,9 @@ void sums_of_rows(const std::uint8_t* x, i64 x_stride, bool is_signed, i64 rows,
   for (i64 c = 0; c < width; c += V::NV * V::W) {
     i64 vectors = smaller(V::NV, (width - c) / V::W);
     if (is_signed)
-      some_columns<V, V::NV, true>(vectors, rows, x, x_stride, w + 4 * c, step, k, ahead, to + c);
+      some_columns<V, V::NV, true>(vectors, rows, x, x_stride, w + column_bytes(c), step, k, ahead, to + c);
     else
-      some_columns<V, V::NV, false>(vectors, rows, x, x_stride, w + 4 * c, step, k, ahead, to + c);
+      some_columns<V, V::NV, false>(vectors, rows, x, x_stride, w + column_bytes(c), step, k, ahead, to + c);
   }
 }
 
@@ -154,10 +156,10 @@ template <class V> void gemm(const Gemm& g, i64 row, i64 rows, i64 column, i64 c
   for (i64 c = column, end = column + columns, count; c < end; c += count) {
     const Weights w(g, c);
     count = smaller(kPanel - c % kPanel, end - c);
-    const Ends<V, true> ends(g, c, count);
+    const Ends<V, true, false> ends(g, c, count);
     const i64 width = round_up(count, kNarrow), passes = blocks_of(width, V::NV * V::W) * blocks_of(rows, most);
     Ahead ahead{Weights(g, c + count < end ? c + count : next).at};
-    if (passes > 1 && rows < kHidden) ahead.lines = blocks_of(width * kStretch / 64, passes);
+    if (passes > 1 && rows < kHidden) ahead.lines = blocks_of(width * kGroup / kLine, passes);
     for (i64 r = row; r < row + rows; r += step) {
       i64 height = smaller(step, row + rows - r);
       sums_of_panel<V>(g.x + r * g.x_stride, g.x_stride, g.x_signed, height, w.at, w.step, width, g.k, ahead, sums);

@@ -8,15 +8,15 @@
 #include "rows.h"
 #include "weight.h"
 
-// The last number: CPUs with tiles have a second-level cache of 2 MiB.
+// Tiles multiply ten times as fast as they could fetch weights for 128 rows. CPUs that have them have a second-level cache of 2 MiB.
 #ifdef FUSEWRIGHT_TILES
 #include FUSEWRIGHT_TILES
 #include "tiles.h"
 #define FUSEWRIGHT_GEMM tile_gemm<Vec, Tiles>
-#define FUSEWRIGHT_BLOCK kTileRows, kTileColumns, i64{1} << 19
+#define FUSEWRIGHT_BLOCK kTileRows, kTileColumns, 256, i64{1} << 19
 #else
 #define FUSEWRIGHT_GEMM gemm<Vec>
-#define FUSEWRIGHT_BLOCK Vec::MR[Vec::NV], kPanel, i64{1} << 18
+#define FUSEWRIGHT_BLOCK Vec::MR[Vec::NV], kPanel, 128, i64{1} << 18
 #endif
 
 #define FUSEWRIGHT_TEXT_OF(x) #x

@@ -14,11 +14,11 @@ template <class Fn> void pack_matrix(i64 n, i64 k, Fn weight_of, std::int8_t* to
   for (i64 i = 0; i < n; ++i) {
     i64 panel = i / kPanel, column = i % kPanel, left = n - panel * kPanel;
     i64 width = round_up(left < kPanel ? left : kPanel, kNarrow);
-    std::int8_t* p = to + panel * panel_bytes(k) + kQuad * column;
+    std::int8_t* p = to + panel * panel_bytes(k) + column_bytes(column);
     std::int32_t sum = 0;
     for (i64 j = 0; j < k; ++j) {
       std::int8_t w = weight_of(i, j);
-      p[j / kQuad * kQuad * width + j % kQuad] = w;
+      p[depth_bytes(j, width)] = w;
       sum += w;
     }
     sums[i] = sum;

@@ -8,16 +8,16 @@
 
 namespace fusewright::int8 {
 
-constexpr i64 kLeastRows = 128, kMostRows = 1024;  // of a part: fetching weights and preparing its end cost little beside it
+constexpr i64 kMostRows = 1024;  // of a part
 
 constexpr i64 parts_of(i64 n, i64 size) { return (n + size - 1) / size; }
 
 // Rows of a part of a product of m rows, of which `pieces` parts compute the same rows: as many as the cache holds, but the same
 // number for each thread if there are enough, as in the layers around, or fewer if there would be too few parts.
 inline i64 rows_of_part(const Kernels& kernels, i64 m, i64 k, i64 pieces, i64 threads) {
-  const i64 unit = kernels.rows;
-  i64 chunks = parts_of(m, std::clamp(kernels.cached / std::max<i64>(k, 1), kLeastRows, kMostRows));
-  if (m >= threads * kLeastRows) chunks = round_up(chunks, threads);
+  const i64 unit = kernels.rows, least = kernels.least_rows, fair = std::min(threads, m / least);
+  i64 chunks = parts_of(m, std::clamp(kernels.cached / std::max<i64>(k, 1), least, kMostRows));
+  if (fair > 1) chunks = round_up(chunks, fair);
   while (chunks * pieces < 2 * threads && m > chunks * unit) chunks *= 2;
   const i64 rows = parts_of(m, chunks);
   return rows < 8 * unit ? rows : round_up(rows, unit);

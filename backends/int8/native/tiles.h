@@ -1,4 +1,4 @@
-// 8-bit products on AMX tiles: 32 rows by 32 columns in four tiles of sums, 64 of k at a time. Source: Intel SDM volume 1,
+// 8-bit products on AMX tiles: 32 rows by 32 columns in four tiles of sums, a group of k at a time. Source: Intel SDM volume 1,
 // chapter 18. `Tiles` provides the instructions: the real ones, or their emulation in C++ for other CPUs.
 #pragma once
 
@@ -11,7 +11,6 @@ namespace {
 
 constexpr i64 kTile = 16;  // rows of a tile, and its columns of int32
 constexpr i64 kTileRows = 2 * kTile, kTileColumns = 2 * kTile;
-constexpr i64 kTileK = 64;
 
 enum Tile : int { SUM00, SUM01, SUM10, SUM11, X0, X1, W0, W1 };
 
@@ -40,35 +39,20 @@ static_assert(sizeof(TileConfig) == 64);
 struct TileWork {
   const std::uint8_t* x;
   i64 x_stride, rows, k;
-  const std::int8_t *w, *rest;  // of all of k, and of its last k % 64 as `TileRest` has them
-  i64 step;                     // bytes from one quad of k to the next
-  bool past;                    // 64 bytes of x may be read where the last k % 64 begin
-  const std::int8_t* ahead;     // the weights that the thread needs next: lines [line, end_line) of each step of k are fetched
-  i64 line, end_line, shift;    // a quad of k has 2^shift lines
+  const std::int8_t* w;
+  i64 step;                   // bytes from one group of k to the next
+  const std::int32_t* begin;  // what the sums of each row begin with
+  bool past;                  // 64 bytes of x may be read where the last k % 64 begin
+  const std::int8_t* ahead;   // the weights that the thread needs next: lines [line, end_line) of each group are fetched
+  i64 line, end_line;
 };
 
-// The weights of the last k % 64, padded with zeros: the kernel must not read past their end. What it multiplies by zero does not count.
-class TileRest {
- public:
-  static constexpr i64 STRIDE = kQuad * kPanel;
-
-  TileRest(const Weights& from, i64 k, i64 width) {
-    for (i64 q = k / kTileK * (kTileK / kQuad), to = 0; kQuad * q < k; ++q, ++to)
-      __builtin_memcpy(weights[to], from.at + q * from.step, static_cast<std::size_t>(kQuad * width));
-  }
-  const std::int8_t* at() const { return weights[0]; }
-
- private:
-  alignas(64) std::int8_t weights[kTile][STRIDE] = {};
-};
-
-template <class T, bool SIGNED, bool TALL, bool WIDE>
-void tile_step(const std::uint8_t* x, i64 x_stride, const std::int8_t* w, i64 w_stride) {
+template <class T, bool SIGNED, bool TALL, bool WIDE> void tile_step(const std::uint8_t* x, i64 x_stride, const std::int8_t* w) {
   T::template load<X0>(x, x_stride);
-  T::template load<W0>(w, w_stride);
+  T::template load<W0>(w, kLine);
   T::template dot<SUM00, X0, W0, SIGNED>();
   if constexpr (WIDE) {
-    T::template load<W1>(w + 64, w_stride);
+    T::template load<W1>(w + column_bytes(kTile), kLine);
     T::template dot<SUM01, X0, W1, SIGNED>();
   }
   if constexpr (TALL) {
@@ -78,28 +62,26 @@ void tile_step(const std::uint8_t* x, i64 x_stride, const std::int8_t* w, i64 w_
   }
 }
 
-template <class T, bool SIGNED, bool TALL, bool WIDE> void tile_rest(const TileWork& t, i64 at) {
-  if (t.past) return tile_step<T, SIGNED, TALL, WIDE>(t.x + at, t.x_stride, t.rest, TileRest::STRIDE);
-  alignas(64) std::uint8_t x[kTileRows][kTileK] = {};
+// The last k % 64. Weights are padded with zeros, so what is multiplied by them does not count.
+template <class T, bool SIGNED, bool TALL, bool WIDE> void tile_rest(const TileWork& t, i64 at, const std::int8_t* w) {
+  if (t.past) return tile_step<T, SIGNED, TALL, WIDE>(t.x + at, t.x_stride, w);
+  alignas(64) std::uint8_t x[kTileRows][kGroup] = {};
   for (i64 r = 0; r < t.rows; ++r) __builtin_memcpy(x[r], t.x + r * t.x_stride + at, static_cast<std::size_t>(t.k - at));
-  tile_step<T, SIGNED, TALL, WIDE>(x[0], kTileK, t.rest, TileRest::STRIDE);
+  tile_step<T, SIGNED, TALL, WIDE>(x[0], kGroup, w);
 }
 
 template <class T, bool SIGNED, bool TALL, bool WIDE> void tile_block(const TileWork& t, std::int32_t* to) {
-  T::template zero<SUM00>();
-  if constexpr (WIDE) T::template zero<SUM01>();
-  if constexpr (TALL) T::template zero<SUM10>();
-  if constexpr (TALL && WIDE) T::template zero<SUM11>();
+  T::template load<SUM00>(t.begin, 0);
+  if constexpr (WIDE) T::template load<SUM01>(t.begin + kTile, 0);
+  if constexpr (TALL) T::template load<SUM10>(t.begin, 0);
+  if constexpr (TALL && WIDE) T::template load<SUM11>(t.begin + kTile, 0);
+  const std::int8_t *w = t.w, *ahead = t.ahead;
   i64 at = 0;
-  for (; at + kTileK <= t.k; at += kTileK) {
-    const i64 quad = at / kQuad;
-    for (i64 l = t.line; l < t.end_line; ++l) {
-      const i64 of_quad = l >> t.shift;
-      __builtin_prefetch(t.ahead + (quad + of_quad) * t.step + 64 * (l - (of_quad << t.shift)), 0, 2);
-    }
-    tile_step<T, SIGNED, TALL, WIDE>(t.x + at, t.x_stride, t.w + quad * t.step, t.step);
+  for (; at + kGroup <= t.k; at += kGroup, w += t.step, ahead += t.step) {
+    for (i64 l = t.line; l < t.end_line; ++l) __builtin_prefetch(ahead + kLine * l, 0, 2);
+    tile_step<T, SIGNED, TALL, WIDE>(t.x + at, t.x_stride, w);
   }
-  if (at < t.k) tile_rest<T, SIGNED, TALL, WIDE>(t, at);
+  if (at < t.k) tile_rest<T, SIGNED, TALL, WIDE>(t, at, w);
   T::template store<SUM00>(to, 4 * kPanel);
   if constexpr (WIDE) T::template store<SUM01>(to + kTile, 4 * kPanel);
   if constexpr (TALL) T::template store<SUM10>(to + kTile * kPanel, 4 * kPanel);
@@ -135,20 +117,18 @@ template <class V, class T> void tile_gemm(const Gemm& g, i64 row, i64 rows, i64
   for (i64 c = column, end = column + columns, count; c < end; c += count) {
     const Weights w(g, c);
     count = smaller(kPanel - c % kPanel, end - c);
-    const TileRest rest(w, g.k, round_up(count, kNarrow));
-    const Ends<V, false> ends(g, c, count);
+    const Ends<V, false, true> ends(g, c, count);
     const std::int8_t* ahead = Weights(g, c + count < end ? c + count : next).at;
-    const i64 shift = count > kTileColumns ? 2 : 1, step_lines = kTile << shift, products = blocks * (shift == 2 ? 2 : 1);
-    const i64 lines = blocks_of(step_lines, products);
+    const i64 group_lines = round_up(count, kNarrow), lines = blocks_of(group_lines, blocks * blocks_of(count, kTileColumns));
     for (i64 r = row, line = 0; r < row + rows; r += kTileRows) {
       const i64 height = smaller(kTileRows, row + rows - r);
-      const bool past = (r + height - 1) * g.x_stride + round_up(g.k, kTileK) <= readable;
+      const bool past = (r + height - 1) * g.x_stride + round_up(g.k, kGroup) <= readable;
       sizes.of(height);
       for (i64 j = 0; j < count; j += kTileColumns, line += lines) {
         const bool tall = height > kTile, wide = count - j > kTile;
         auto run = g.x_signed ? tile_block_of<T, true>(tall, wide) : tile_block_of<T, false>(tall, wide);
-        run({g.x + r * g.x_stride, g.x_stride, height, g.k, w.at + kQuad * j, rest.at() + kQuad * j, w.step, past, ahead, line,
-             smaller(line + lines, step_lines), shift}, sums + j);
+        run({g.x + r * g.x_stride, g.x_stride, height, g.k, w.at + column_bytes(j), w.step, ends.begin() + j, past, ahead, line,
+             smaller(line + lines, group_lines)}, sums + j);
       }
       ends.finish(r, height, sums);
     }

@@ -11,20 +11,26 @@ using i64 = std::int64_t;
 enum class Type : int { u8, s8, f32, bf16 };
 enum class Post : int { none, relu, clamp, gelu, gelu_tanh, silu };
 
-// Packed weights: panels of 64 columns (the last may be narrower, a multiple of 16), each [k / 4][width][4] zero-padded along k, then
-// the sum of every column as int32. One layout serves all instruction sets: 16 columns by 4 are a 64-byte line, which is a zmm
-// register, two ymm registers, or a row of an AMX tile.
+// Packed weights: panels of 64 columns (the last may be narrower, a multiple of 16), each [k / 64][width / 16][16][16][4], that is
+// 64 of k by 16 columns, quad of k by quad, zero-padded along k; then the sum of every column as int32. One layout serves all
+// instruction sets: 16 columns by 4 are a 64-byte line, which is a zmm register, two ymm registers, or a row of an AMX tile.
 constexpr i64 kPanel = 64;
 constexpr i64 kNarrow = 16;
 constexpr i64 kQuad = 4;
+constexpr i64 kGroup = 64;  // of k
+constexpr i64 kLine = kQuad * kNarrow;
 constexpr i64 kMostK = 65536;  // 65536 * 255 * 128 < 2^31
 
 constexpr i64 kFewRows = 4;  // so few rows are memory-bound, and leave tiles mostly empty
 
 constexpr i64 round_up(i64 n, i64 to) { return (n + to - 1) / to * to; }
 constexpr i64 panels_of(i64 n) { return (n + kPanel - 1) / kPanel; }
-constexpr i64 panel_bytes(i64 k) { return kPanel * round_up(k, kQuad); }
-constexpr i64 matrix_bytes(i64 n, i64 k) { return round_up(n, kNarrow) * round_up(k, kQuad); }
+constexpr i64 panel_bytes(i64 k) { return kPanel * round_up(k, kGroup); }
+constexpr i64 matrix_bytes(i64 n, i64 k) { return round_up(n, kNarrow) * round_up(k, kGroup); }
+// From the first column of a panel to column c in its first quad.
+constexpr i64 column_bytes(i64 c) { return c / kNarrow * (kGroup * kNarrow) + kQuad * (c % kNarrow); }
+// From a panel's weight at k = 0 to that at `at` in the same column.
+constexpr i64 depth_bytes(i64 at, i64 width) { return at / kGroup * (kGroup * width) + at % kGroup / kQuad * kLine + at % kQuad; }
 constexpr i64 packed_bytes(i64 n, i64 k) { return matrix_bytes(n, k) + 4 * round_up(n, kNarrow); }
 
 // The epilogue of an fp32 result y: y + residual, a post-op, then rounding to a float type or quantization to [low, high].
@@ -148,6 +154,7 @@ constexpr int half_bits(i64 planes) { return static_cast<int>(4 * planes - 1); }
 struct Kernels {
   const char* name;
   i64 rows, columns;  // of a product's block
+  i64 least_rows;     // of a part: beside so many, fetching weights and preparing its end cost little
   i64 cached;         // bytes of x that stay in the second-level cache while weights stream
   // `column` is a multiple of `columns`. The weights of the columns from `next` on are what the thread needs next.
   void (*gemm)(const Gemm&, i64 row, i64 rows, i64 column, i64 columns, i64 next);

@@ -22,7 +22,7 @@ void unusual_row(const WeightGemm& g, const Columns& c, i64 row, i64 first, i64 
   alignas(64) float y[kPanel] = {};
   for (i64 j = 0; j < count; ++j) {
     double sum = 0;
-    for (i64 k = 0; k < g.k; ++k) sum += number(g, row, k) * w[k / kQuad * kQuad * width + kQuad * j + k % kQuad];
+    for (i64 k = 0; k < g.k; ++k) sum += number(g, row, k) * w[column_bytes(j) + depth_bytes(k, width)];
     y[j] = static_cast<float>(sum * c.scale[j] + c.bias[j]);
   }
   for (i64 j = 0; j < count; j += V::W) finish<V>(g.after, row, first + j, V::load(y + j), count - j);
@@ -55,7 +55,7 @@ template <class V, class Fn> void weight_panels(const WeightGemm& g, i64 panel, 
 }
 
 // Products of 16-bit numbers, two for each float: their sums fit 32 bits for kChunk of k, and are put together in fp64, exactly.
-constexpr i64 kChunk = 448;
+constexpr i64 kChunk = 7 * kGroup;
 
 template <class V> void wide_weight_panels(const WeightGemm& g, i64 panel, i64 panels) {
   constexpr i64 most = kBlockRows / 2;
@@ -72,8 +72,8 @@ template <class V> void wide_weight_panels(const WeightGemm& g, i64 panel, i64 p
       const i64 height = smaller(most, g.m - r), passes = blocks_of(width, V::NV * V::W) * blocks_of(2 * height, V::MR[V::NV]);
       for (i64 i = 0; i < height * kPanel; ++i) totals[i] = 0;
       for (i64 at = 0; at < g.k; at += kChunk) {
-        Ahead ahead{w + (at + kChunk) * width, blocks_of(width * kStretch / 64, passes)};
-        sums_of_rows<V>(g.x + 2 * (r * stride + at), stride, false, 2 * height, w + at * width, kQuad * width, width,
+        Ahead ahead{w + (at + kChunk) * width, blocks_of(width * kGroup / kLine, passes)};
+        sums_of_rows<V>(g.x + 2 * (r * stride + at), stride, false, 2 * height, w + at * width, kGroup * width, width,
                         smaller(kChunk, g.k - at), ahead, sums);
         for (i64 i = 0; i < height; ++i)
           for (i64 j = 0; j < width; j += V::W) V::add_halves(totals + i * kPanel + j, sums + 2 * i * kPanel + j, unit);
@@ -98,7 +98,7 @@ template <class V> void weight_gemm(const WeightGemm& g, i64 panel, i64 panels) 
   } else {
     Ahead none;
     weight_panels<V>(g, panel, panels, [&](const std::uint8_t* x, i64 rows, const std::int8_t* w, i64 width, std::int32_t* to) {
-      sums_of_panel<V>(x, g.k, false, rows, w, kQuad * width, width, g.k, none, to);
+      sums_of_panel<V>(x, g.k, false, rows, w, kGroup * width, width, g.k, none, to);
     });
   }
 }

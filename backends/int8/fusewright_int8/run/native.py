@@ -35,6 +35,7 @@ from fusewright_int8.run.words import (
     float_type,
     is_depthwise,
     packed_conv,
+    packed_linear,
     positive,
     result_size,
     rule_words,
@@ -56,7 +57,7 @@ def pack_linear(weight: Tensor) -> Tensor:
     _check(weight.dtype == torch.int8 and weight.dim() == 2, "the weight", weight, "int8 [n, k]")
     n, k = weight.shape
     check_k(k)
-    packed = torch.empty(core.extension().packed_bytes(n, k), dtype=torch.int8)
+    packed = torch.zeros(packed_linear(n, k), dtype=torch.int8)
     core.extension().pack_linear(weight.data_ptr(), *weight.stride(), n, k, packed.data_ptr())
     return packed
 
@@ -165,7 +166,7 @@ def pack_conv2d(weight: Tensor, groups: int = 1) -> Tensor:
     if groups < 1 or n % groups:
         raise ValueError(f"{n} output channels do not make {groups} groups of one size")
     depthwise = is_depthwise(c * groups, n, groups, kh * kw)
-    packed = torch.empty(packed_conv(n, c, (kh, kw), groups), dtype=torch.int8)
+    packed = torch.zeros(packed_conv(n, c, (kh, kw), groups), dtype=torch.int8)
     core.extension().pack_conv2d(
         weight.data_ptr(), weight.stride(), (n, c, kh, kw, groups), depthwise, packed.data_ptr()
     )  # fmt: skip
@@ -265,7 +266,7 @@ def _operands(x: Tensor, packed: Tensor, w_scale: Tensor, bias: Tensor | None) -
     n, k = w_scale.numel(), x.shape[-1]
     check_k(k)
     _check_factors(w_scale, bias, n)
-    _check_packed(packed, core.extension().packed_bytes(n, k))
+    _check_packed(packed, packed_linear(n, k))
     return _rows(x), n, k
 
 

@@ -185,8 +185,14 @@ def is_depthwise(c: int, n: int, groups: int, taps: int) -> bool:
     return 1 < groups == c == n and taps <= MOST_TAPS
 
 
+def packed_linear(n: int, k: int) -> int:
+    """Bytes of a packed weight [n, k]: so many more than k exceeds a multiple of 64 by, which padding would hide from the size."""
+    return int(core.extension().packed_bytes(n, k)) + k % 64
+
+
 def packed_conv(n: int, c: int, kernel: Sequence[int], groups: int) -> int:
     """Bytes of a packed weight [n, c, *kernel]."""
     if is_depthwise(c * groups, n, groups, math.prod(kernel)):
         return int(core.extension().depthwise_bytes(n, *kernel))
-    return groups * int(core.extension().packed_bytes(n // groups, c * math.prod(kernel)))
+    k = c * math.prod(kernel)
+    return groups * int(core.extension().packed_bytes(n // groups, k)) + k % 64
