@@ -55,6 +55,9 @@ inline float largest(const float (&x)[kPanel], i64 count) {
   return found;
 }
 
+// An upper bound of k products; both operands may have zero points.
+inline float largest_sum(i64 k) { return 65025.0f * static_cast<float>(k) < 0x1p31f ? 65025.0f * static_cast<float>(k) : 0x1p31f; }
+
 // A panel's columns in quantization levels (for int8 with 128 added): (sum - offset) * scale + bias + residual * residual_scale.
 // It is computed with a lower and an upper bound of the bias: where both round to the same level, the exact path gives that
 // level too.
@@ -85,8 +88,7 @@ struct Levels {
     // Bounds all rounding errors of either path, for levels up to 257 (larger ones clamp alike) and their summands.
     const float error = kUnit * (2560.0f + 5.0f * most + 6.0f * added);
     for (i64 i = 0; i < width; ++i) below[i] = bias[i] - error, above[i] = bias[i] + error;
-    const float sum = 65025.0f * static_cast<float>(k);  // upper bound: both operands may have zero points
-    const bool fits = (sum < 0x1p31f ? sum : 0x1p31f) * steepest + most + added < 0x1p30f;  // fits int32; false for NaN and Inf
+    const bool fits = largest_sum(k) * steepest + most + added < 0x1p30f;  // fits int32; false for NaN and Inf
     usable = fits && error < 0.125f && a.inverse > 0x1p-100f && a.inverse < 0x1p100f && a.clamp_low <= a.clamp_high;
   }
 
@@ -222,54 +224,6 @@ void finish_quickly(const After& a, const Columns& c, const Levels& l, i64 row, 
                                            : finish_quickly<V, Type::s8, BEGINS>;
   run(a, c, l, row, rows, first, count, sums);
 }
-
-// The epilogue of one panel, prepared once for its columns. BEGINS: sums begin with `begin()`, minus the offsets unless each row has
-// its own, instead of 0.
-template <class V, bool FLIPS, bool BEGINS> class Ends {
- public:
-  Ends(const Gemm& gemm, i64 first_, i64 count_) : g(gemm), first(first_), count(count_) {
-    columns_of_panel<FLIPS>(columns, g, first, count);
-    if (!g.per_row && ends_quickly(g.after)) levels.of(columns, g.after, count, g.k);
-    if constexpr (BEGINS)
-      if (!g.per_row) begin_with_offsets();
-  }
-  const std::int32_t* begin() const { return first_sums; }
-  // Finish rows [row, row + rows); `sums` has rows of kPanel.
-  void finish(i64 row, i64 rows, std::int32_t* sums) const {
-    if (g.row_terms) take_terms(row, rows, sums);
-    if (levels.usable) return finish_quickly<V, BEGINS>(g.after, columns, levels, row, rows, first, count, sums);
-    const bool plain = !g.after.residual && g.after.post == Post::none && size_of(g.after.out_type) > 1;
-    auto end = g.per_row ? row_end<true>(plain) : row_end<false>(plain);
-    for (i64 r = row; r < row + rows; ++r, sums += kPanel)
-      end(g.after, columns, r, first, count, sums, g.per_row ? static_cast<double>(g.x_scale[r]) : 1.0,
-          g.per_row ? zero_of<FLIPS>(g, r) : 1);
-  }
-
- private:
-  template <bool PER_ROW> auto row_end(bool plain) const {
-    if (!plain) return finish_row<PER_ROW>;
-    return g.after.out_type == Type::f32 ? finish_floats<V, Type::f32, PER_ROW> : finish_floats<V, Type::bf16, PER_ROW>;
-  }
-  template <bool PER_ROW>
-  static void finish_row(const After& a, const Columns& c, i64 row, i64 first, i64 count, const std::int32_t* sums,
-                         double row_scale, std::int32_t zero) {
-    finish_exactly<V, PER_ROW>(a, c, row, first, 0, count, sums, row_scale, zero);
-  }
-  void begin_with_offsets() {
-    for (i64 i = 0; i < round_up(count, kNarrow); ++i)
-      first_sums[i] = static_cast<std::int32_t>(0u - static_cast<std::uint32_t>(columns.offset[i])), columns.offset[i] = 0;
-  }
-  void take_terms(i64 row, i64 rows, std::int32_t* sums) const {
-    for (i64 r = row; r < row + rows; ++r, sums += kPanel)
-      for (i64 j = 0; j < count; j += V::W) V::store(sums + j, V::sub(V::load(sums + j), V::set(g.row_terms[r])));
-  }
-
-  const Gemm& g;
-  i64 first, count;
-  Columns columns;
-  Levels levels;
-  alignas(64) std::int32_t first_sums[kPanel] = {};
-};
 
 }  // namespace
 }  // namespace fusewright::int8

@@ -1,7 +1,7 @@
 // 8-bit products for one instruction set: blocks of rows by a panel of columns, over all of k, with sums in registers.
 #pragma once
 
-#include "ends.h"
+#include "panel.h"
 
 namespace fusewright::int8 {
 namespace {

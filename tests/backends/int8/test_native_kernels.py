@@ -202,6 +202,29 @@ def test_levels_in_the_middle_of_two_round_half_to_even(
     same(own, reference.linear(x, w, torch.full((83,), 0.5 * unit), bias, 1.0, 3, Epilogue(**after)))
 
 
+@pytest.mark.parametrize("dtype", BYTE_TYPES)
+@pytest.mark.parametrize("post", ["gelu", "gelu_tanh"])
+@pytest.mark.parametrize("out_scale", [0.003, 0.011, 0.047, 7.0])
+def test_gelu_rounds_to_the_level_of_its_fp32_result(dtype: torch.dtype, post: str, out_scale: float) -> None:
+    """The fast path computes another gelu; of 256 x 300 results many lie near the middle between two levels."""
+    g = torch.Generator().manual_seed(3)
+    x, w = torch.arange(256, dtype=torch.uint8)[:, None], some_bytes(g, (300, 1), torch.int8)
+    w_scale, bias = torch.rand(300, generator=g) * 0.02, torch.randn(300, generator=g)
+    w_scale[::20] *= 30  # far below -LAST, and levels that clamp
+    product = x, native.pack_linear(w), w_scale, bias, 0.05, 100
+    floats = native.linear(*product, post=post)
+    own = native.linear(*product, post=post, out_dtype=dtype, out_scale=out_scale, out_zero_point=17)
+    same(own, reference.quantize(floats, out_scale, 17, dtype))
+
+
+def test_gelu_of_numbers_beyond_any_level_clamps() -> None:
+    x, w = torch.tensor([[0], [1], [255]], dtype=torch.uint8), torch.tensor([[127], [-128]], dtype=torch.int8)
+    for w_scale in (1e3, 1e12, 1e36, math.inf):
+        product = x, native.pack_linear(w), torch.full((2,), w_scale), None, 1.0, 0
+        own = native.linear(*product, post="gelu", out_dtype=torch.uint8, out_scale=0.1, out_zero_point=3)
+        same(own, reference.quantize(native.linear(*product, post="gelu"), 0.1, 3, torch.uint8))
+
+
 @check
 @given(SIZES, SEEDS, BYTES, BYTES, st.booleans(), st.integers(1, 3))
 def test_a_product_of_two_activations_is_the_reference(

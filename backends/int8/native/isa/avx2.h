@@ -180,6 +180,16 @@ struct Vec {
   static F bits(I a) { return _mm256_castsi256_ps(a); }
   static I bits(F a) { return _mm256_castps_si256(a); }
 
+  // 16 numbers, picked by the lowest four bits of each index.
+  struct Table {
+    F low, high;
+    Table() = default;
+    explicit Table(const float* numbers) : low(load(numbers)), high(load(numbers + W)) {}
+    F at(I i) const {
+      return _mm256_blendv_ps(_mm256_permutevar8x32_ps(low, i), _mm256_permutevar8x32_ps(high, i), bits(shl(i, 28)));
+    }
+  };
+
   static F scaled(I a, const double* scale, const double* bias) {
     return scaled(a, _mm256_loadu_pd(scale), _mm256_loadu_pd(scale + 4), bias);
   }

@@ -105,6 +105,14 @@ struct Vec {
   static F bits(I a) { return _mm512_castsi512_ps(a); }
   static I bits(F a) { return _mm512_castps_si512(a); }
 
+  // 16 numbers, picked by the lowest four bits of each index.
+  struct Table {
+    F numbers;
+    Table() = default;
+    explicit Table(const float* p) : numbers(load(p)) {}
+    F at(I i) const { return _mm512_permutexvar_ps(i, numbers); }
+  };
+
   static F scaled(I a, const double* scale, const double* bias) {
     return scaled(a, _mm512_loadu_pd(scale), _mm512_loadu_pd(scale + 8), bias);
   }

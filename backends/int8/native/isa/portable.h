@@ -122,6 +122,14 @@ struct Vec {
     return i;
   }
 
+  // 16 numbers, picked by the lowest four bits of each index.
+  struct Table {
+    const float* of = nullptr;
+    Table() = default;
+    explicit Table(const float* numbers) : of(numbers) {}
+    F at(I i) const { return each<F>([&](int j) { return of[i.v[j] & 15]; }); }
+  };
+
   // -- through fp64
   static F scaled(I a, const double* scale, const double* bias) {
     return each<F>([&](int i) { return static_cast<float>(a.v[i] * scale[i] + bias[i]); });
