@@ -1,4 +1,5 @@
-"""Every private torch name that Fusewright uses. Its modules are for torch 2.10 to 2.15; import their names from here.
+"""Every private torch name that Fusewright uses, for torch 2.10 to 2.15. Import the names from here, but those of `inductor`, which
+only measurements need, from there.
 
 Torch's own modules are imported on first use: `import fusewright` must not import Dynamo.
 """
@@ -42,12 +43,6 @@ from fusewright._torch_compat.fake import (
     lazy_view,
     real_tensors,
     symbolic_mode,
-)
-from fusewright._torch_compat.inductor import (
-    aot_inductor,
-    inductor_calls,
-    inductor_freezing,
-    inductor_provenance,
 )
 from fusewright._torch_compat.operators import (
     METADATA_OPS,
