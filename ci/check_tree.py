@@ -22,10 +22,10 @@ SHARED = {"cpu": "fusewright_cpu"}
 """Packages under backends/ that vendors share and may import."""
 _PRIVATE = re.compile(r"\btorch\._(?:dynamo|inductor|functorch|subclasses|decomp|C)\b")
 _MACHINE_PATH = re.compile(r"(?<![\w.])/(?:home|Users|root|work)/\w+")
-COMPAT = "common/fusewright/_torch_compat.py"
+COMPAT = "common/fusewright/_torch_compat/"
 MODULES = 15
 """Most modules in one folder."""
-FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
+LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
     "fusewright": (
         ("version", "_torch_compat", "errors", "sizes", "interface", "machine", "accuracy", "forms"),
         ("config", "report", "storage", "registry", "toolkit.ir", "toolkit"),
@@ -63,8 +63,8 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("lowerings",), ("backend",), ("fusewright_mps",),
     ),
 }  # fmt: skip
-"""Layers ("floors") of each package from the bottom up; a module imports only from its own floor and those below. A module that is
-not listed has its folder's floor; a package's name stands for its `__init__.py`."""
+"""Layers of each package from the bottom up; a module imports only from its own layer and those below. A module that is not
+listed has its folder's layer; a package's name stands for its `__init__.py`."""
 
 
 def tracked() -> list[str]:
@@ -82,7 +82,7 @@ def findings(path: str, text: str) -> Iterator[str]:
     lines = text.count("\n")
     if lines > LIMIT:
         yield f"has {lines} lines; the limit is {LIMIT}"
-    if path.startswith(("common/", "backends/")) and path != COMPAT and _PRIVATE.search(text):
+    if path.startswith(("common/", "backends/")) and not path.startswith(COMPAT) and _PRIVATE.search(text):
         yield f"uses a private part of torch; those live in {COMPAT}"
     if path.endswith(".py"):
         yield from _layering(path, set(imports(text)))
@@ -105,8 +105,8 @@ def structure(sources: Mapping[str, str]) -> Iterator[str]:
     arrows = {m: sorted({t for i in imports(s) if (t := _module(i, sources)) and t != m}) for m, s in sources.items()}
     yield from (f"{' -> '.join(circle)}: modules that import each other" for circle in _circles(arrows))
     for module, targets in arrows.items():
-        here = _floor(module)
-        yield from (f"{module} imports {t}, which stands on a higher floor" for t in targets if _floor(t) > here)
+        here = _layer(module)
+        yield from (f"{module} imports {t}, which is in a higher layer" for t in targets if _layer(t) > here)
 
 
 def _module(name: str, known: Collection[str]) -> str | None:
@@ -114,10 +114,10 @@ def _module(name: str, known: Collection[str]) -> str | None:
     return name if name in known else parent if (parent := name.rpartition(".")[0]) in known else None
 
 
-def _floor(module: str) -> int:
-    """Return the number of a module's floor, by the longest listed name that contains it. Raise LookupError if there is none."""
+def _layer(module: str) -> int:
+    """Return the number of a module's layer, by the longest listed name that contains it. Raise LookupError if there is none."""
     package, _, inner = module.partition(".")
-    numbers = {name: k for k, names in enumerate(FLOORS[package]) for name in names}
+    numbers = {name: k for k, names in enumerate(LAYERS[package]) for name in names}
     while inner and inner not in numbers:
         inner = inner.rpartition(".")[0]
     return numbers[inner or package]
@@ -132,11 +132,11 @@ def _circles(arrows: Mapping[str, Sequence[str]]) -> Iterator[Sequence[str]]:
 
 
 def packages() -> dict[str, dict[str, str]]:
-    """Return the sources of each package that has floors, by dotted name."""
-    found: dict[str, dict[str, str]] = {p: {} for p in FLOORS}
+    """Return the sources of each package that has layers, by dotted name."""
+    found: dict[str, dict[str, str]] = {p: {} for p in LAYERS}
     for path in tracked():
         parts = Path(path).with_suffix("").parts
-        package = next((p for p in parts[:3] if p in FLOORS), None)
+        package = next((p for p in parts[:3] if p in LAYERS), None)
         if path.startswith(("common/", "backends/")) and path.endswith(".py") and package:
             name = ".".join(parts[parts.index(package) :]).removesuffix(".__init__")
             found[package][name] = (ROOT / path).read_text()

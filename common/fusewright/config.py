@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import logging
 import os
 import types
 import typing
@@ -18,12 +17,9 @@ from typing import Any, Literal
 
 from fusewright.errors import OptionError, nearest
 from fusewright.interface import Backend
-
-log = logging.getLogger("fusewright")
+from fusewright.report import warn_once
 
 PREFIX = "FUSEWRIGHT_"
-
-_said: set[str] = set()
 
 
 def _option(default: Any, text: str, env: str | None = None, compiled: bool = False) -> Any:
@@ -178,9 +174,7 @@ def env_or_default(name: str) -> Any:
         return env(name)
     except OptionError as e:
         default = ENV[PREFIX + name].default
-        if str(e) not in _said:
-            _said.add(str(e))
-            log.warning("fusewright: %s; it counts as %r", e, default)
+        warn_once(f"{e}; it counts as {default!r}")
         return default
 
 

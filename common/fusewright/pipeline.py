@@ -1,5 +1,5 @@
-"""The path of one graph after capture: "canonicalize" (ATen overloads -> opset rows), whose text is the key of the plan cache,
-then the plan in the cache, or else the stages of `stages.rounds`, which lists them in order."""
+"""The path of one graph after capture: "canonicalize" (ATen overloads -> opset rows) makes the graph whose text is the key of the
+plan cache. If the cache has no plan for it, the stages that `stages.rounds` lists in order make one."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def compile_graph(
 
 
 def comparison(backend: Backend, options: Options) -> compared.Comparison | None:
-    """Return what compares the graphs of one traced graph with eager; None if not requested, if everything must run compiled, or
-    in a process group, where each rank would decide for itself."""
+    """Return the comparison with eager for the graphs (forward and backward) of one traced graph; None if not requested, if
+    everything must run compiled, or in a process group, where each rank would decide for itself."""
     compiled = options.strict or options.fallback == "error" or options.simulate or "contract" in options.check
     if not options.never_slower or compiled or compat.several_processes():
         return None
@@ -87,11 +87,12 @@ def _found_or_compiled(
             if summary and options.fallback == "warn":
                 warn_once(summary)
             return run
-    return _giving(c.given, _compile(c)) if is_keeping() else _compile(c)
+    run = _compile(c)
+    return _keeping_arguments(run, c.given) if is_keeping() else run
 
 
-def _giving(given: list[Any], run: Run) -> Run:
-    """Wrap `run` to keep its first arguments."""
+def _keeping_arguments(run: Run, given: list[Any]) -> Run:
+    """Wrap `run` to put the arguments of its first call into `given`."""
 
     def call(args: list[Any]) -> Any:
         if not given:
@@ -102,7 +103,7 @@ def _giving(given: list[Any], run: Run) -> Run:
 
 
 def _plainly_traced(gm: GraphModule) -> bool:
-    """Whether the graph's text fully describes the memory that it reads; otherwise its plan must not be shared."""
+    """Whether the graph's text fully describes the memory that it reads; otherwise its plan must not be cached."""
     held = (plan_build.attribute(gm, str(n.target)) for n in gm.graph.find_nodes(op="get_attr"))
     odd = (isinstance(t, torch.Tensor) and not compat.is_fake(t) and storage.why_not(t) for t in held)
     return storage.UNTRACED not in gm.meta and not any(odd)

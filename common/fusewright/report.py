@@ -105,7 +105,7 @@ SAID: set[str] = set()
 
 
 def warn_once(message: str) -> None:
-    """Log a line only once: equal layers make equal graphs, and their notes are equal too."""
+    """Log a warning once per process: equal layers make equal graphs, whose notes are equal too."""
     if message not in SAID:
         SAID.add(message)
         log.warning("fusewright: %s", message)

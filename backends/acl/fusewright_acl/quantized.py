@@ -17,7 +17,7 @@ from fusewright.plan.ir import Call, Ref
 from fusewright.toolkit.backend.candidates import Lazy, Thunk
 from fusewright.toolkit.ir.types import from_torch
 from fusewright.toolkit.region.builder import Builder
-from fusewright.toolkit.region.graph import RegionGraph
+from fusewright.toolkit.region.graph import RegionGraph, spec_of
 from fusewright.toolkit.region.pattern import Match, chain
 from fusewright.toolkit.region.quantized import Quantized, Rows, Weight, before_views, dequantized, weight_of
 from fusewright.toolkit.region.rewrite import Row
@@ -26,7 +26,6 @@ from fusewright_acl.int8 import COLUMNS, PACK, SUMS
 from fusewright_acl.rows import is_row_major, row_count, row_major, rows_fit
 from fusewright_cpu.kernels.arm.int8_linear import MOST_K, MOST_K_WITH_ZEROS
 from fusewright_cpu.kernels.by_hand import MOST_GEMV_ROWS, Gemv, Int8Conv, Int8Linear, form_of
-from fusewright_cpu.onednn.lowerings import spec_of
 from fusewright_cpu.run.jit import compile_kernels
 from fusewright_cpu.run.sources import hash_of
 from fusewright_cpu.target import host_target

@@ -8,7 +8,7 @@ from fusewright.interface import OpView, Value, is_static
 from fusewright.plan.ir import Ref
 from fusewright.toolkit.ir.types import from_torch
 from fusewright.toolkit.region.builder import Builder, channels_last_strides
-from fusewright.toolkit.region.graph import RegionGraph
+from fusewright.toolkit.region.graph import RegionGraph, spec_of
 from fusewright.toolkit.region.pattern import Match, chain
 from fusewright.toolkit.region.quantized import Quantized, Weight, dequantized, weight_of
 from fusewright.toolkit.region.rewrite import Row
@@ -16,7 +16,6 @@ from fusewright_acl.int8 import PACK_CONV
 from fusewright_acl.quantized import form_here, has_zeros, launch, numbers, product_reason
 from fusewright_cpu.kernels.arm.int8_conv import Geometry
 from fusewright_cpu.kernels.by_hand import Int8Conv
-from fusewright_cpu.onednn.lowerings import spec_of
 
 MOST_WASTE = 4
 """Most multiplications performed per useful one; above this, float convolutions are faster."""

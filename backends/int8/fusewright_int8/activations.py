@@ -7,10 +7,11 @@ import torch
 from fusewright.interface import hint
 from fusewright.toolkit.backend.candidates import Lazy, Thunk
 from fusewright.toolkit.region.builder import Builder
+from fusewright.toolkit.region.graph import spec_of
 from fusewright.toolkit.region.pattern import Match
 from fusewright.toolkit.region.quantized import PRODUCTS, factors, product
 from fusewright.toolkit.region.rewrite import Row
-from fusewright_int8.lowerings import FLOATS, UNARY, dense, epilogue, note, post_of, reshaped, result_strides, spec_of
+from fusewright_int8.lowerings import FLOATS, UNARY, dense, epilogue, note, post_of, reshaped, result_strides
 from fusewright_int8.operators import as_planned, name
 from fusewright_int8.run import native
 

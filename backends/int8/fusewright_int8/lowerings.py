@@ -12,7 +12,7 @@ import torch
 from fusewright.interface import OpView, TensorSpec, Value, hint, is_static
 from fusewright.plan.ir import Call, Ref
 from fusewright.toolkit.region.builder import Builder
-from fusewright.toolkit.region.graph import RegionGraph
+from fusewright.toolkit.region.graph import RegionGraph, spec_of
 from fusewright.toolkit.region.pattern import Chain, Match
 from fusewright.toolkit.region.quantized import (
     BYTES,
@@ -57,11 +57,6 @@ UNARY = frozenset({"relu", "clamp", "gelu", "silu"})
 
 
 # -- what stays in floats, and why
-
-
-def spec_of(value: Any) -> TensorSpec:
-    assert isinstance(value, Value) and value.spec is not None
-    return value.spec
 
 
 def why_not(op: OpView, graph: RegionGraph) -> str | None:

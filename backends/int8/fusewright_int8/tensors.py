@@ -13,13 +13,13 @@ import torch
 
 from fusewright.interface import OpView, Value
 from fusewright.toolkit.region.builder import Builder
-from fusewright.toolkit.region.graph import RegionGraph
+from fusewright.toolkit.region.graph import RegionGraph, spec_of
 from fusewright.toolkit.region.pattern import Match, chain
 from fusewright.toolkit.region.quantized import before_casts
 from fusewright.toolkit.region.rewrite import Row
 from fusewright_int8.engines import ENGINES, Engine
 from fusewright_int8.floats import EPS, FLOATS, FloatInput, fastest_dynamic, reads
-from fusewright_int8.lowerings import dense, emit_rows, note, post_of, spec_of
+from fusewright_int8.lowerings import dense, emit_rows, note, post_of
 from fusewright_int8.operators import name
 
 

@@ -1,4 +1,4 @@
-"""Fusewright backend `x86_onednn`: the oneDNN fusion pass for x86-64."""
+"""Fusewright backend `x86_onednn`: oneDNN calls and LLVM loop kernels for x86-64."""
 
 from fusewright.dynamo import entry
 

@@ -1,7 +1,6 @@
-"""The x86-64 instruction-set levels that this backend knows, and oneDNN's capabilities on each.
+"""The x86-64 instruction-set levels that this backend knows, and the version of torch's oneDNN.
 
-Levels are those of the x86-64 psABI (https://gitlab.com/x86-psABIs/x86-64-ABI), with torch's names for the
-features.
+Levels are those of the x86-64 psABI (https://gitlab.com/x86-psABIs/x86-64-ABI), with torch's names for the features.
 """
 
 from __future__ import annotations

@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 import functools
-import logging
 import os
 from pathlib import Path
 
 import platformdirs
 
 from fusewright.cache.folder import POSIX, Folder, Untrusted
-
-log = logging.getLogger("fusewright")
-
-_said: set[str] = set()
-
-
-def say_once(message: str) -> None:
-    """Log a warning once per process."""
-    if message not in _said:
-        _said.add(message)
-        log.warning("fusewright: %s", message)
+from fusewright.report import warn_once
 
 
 def path() -> Path:
@@ -52,7 +41,7 @@ def cache() -> Folder | None:
     try:
         return _folder(path(), make=True)
     except (OSError, RuntimeError) as e:  # RuntimeError: no home directory
-        say_once(f"nothing is cached on disk: {e}. Everything works, but is compiled anew each time.")
+        warn_once(f"nothing is cached on disk: {e}. Everything works, but is compiled anew each time.")
         return None
 
 

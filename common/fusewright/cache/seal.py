@@ -15,6 +15,7 @@ from pathlib import Path
 
 from fusewright.cache import place
 from fusewright.cache.folder import POSIX, Folder
+from fusewright.report import warn_once
 
 MAGIC = b"fusewright-sealed-1\n"
 FILE = "key"
@@ -77,7 +78,7 @@ def _key() -> bytes | None:
             _keys[where] = hmac.digest(_secret(place.state()), bound_to, "sha256")
         return _keys[where]
     except (OSError, RuntimeError) as e:  # RuntimeError: no home directory
-        place.say_once(
+        warn_once(
             f"nothing is cached on disk, for want of a key: {e}. Everything works, but is compiled anew each time. "
             "FUSEWRIGHT_STATE_DIR names another folder for the key."
         )

@@ -20,6 +20,7 @@ from fusewright.cache import place, seal
 from fusewright.cache.folder import Folder, Found
 from fusewright.cache.seal import Broken
 from fusewright.errors import printable
+from fusewright.report import warn_once
 
 log = logging.getLogger("fusewright")
 
@@ -135,7 +136,7 @@ def write(key: Key, facts: Mapping[str, Any], data: Mapping[str, Any], code: byt
         folder.write(name + SUFFIX, seal.seal(name, _packed(about) + _packed(data) + code))
         prune(limit_bytes)
     except OSError as e:
-        place.say_once(f"a plan was not cached: {e}")
+        warn_once(f"a plan was not cached: {e}")
 
 
 def entries() -> list[Entry]:

@@ -30,7 +30,6 @@ def folder(tmp_path: Path) -> Folder:
 def chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder that FUSEWRIGHT_CACHE_DIR names; it does not exist yet."""
     monkeypatch.setenv("FUSEWRIGHT_CACHE_DIR", str(tmp_path / "chosen"))
-    monkeypatch.setattr(place, "_said", set())
     return tmp_path / "chosen"
 
 

@@ -13,7 +13,7 @@ import torch
 from fusewright_cpu.emit.text import Fn, Module, V, i64
 from fusewright_cpu.kernels.by_hand import DirectConv, VectorLinear
 from fusewright_cpu.kernels.panels import Panels, emit_panels
-from fusewright_cpu.kernels.parts import ceil_div, each, least, load, store, word
+from fusewright_cpu.kernels.parts import add_to, ceil_div, each, least, load, with_products, word
 from fusewright_cpu.kernels.parts import most as larger
 
 SUMS = 2048
@@ -206,27 +206,16 @@ class _Pixels(Panels):
         weights, ahead = (f.gep("i8", p, done) for p in (self.here, self.there))
 
         def step(c: V, sums: list[V]) -> list[V]:
-            out, w = list(sums), f.mul(c, i64(self.columns))
+            w = f.mul(c, i64(self.columns))
             self.fetch(f.gep("i8", ahead, self._bytes(c)), 1)
             ws = [load(f, "float", f.gep("float", weights, f.add(w, i64(v * self.lanes))), self.lanes, 32) for v in range(vectors)]
-            for r, p in enumerate(pointers):
-                x = f.splat(load(f, "float", f.gep("float", p, c)), self.lanes)
-                for v in range(vectors):
-                    out[r * vectors + v] = f.fma(x, ws[v], out[r * vectors + v])
-            return out
+            return with_products(f, sums, pointers, c, ws)
 
         return f.loop(first, least(f, f.add(first, i64(PART)), self.size["c"]), i64(1), sums, step)
 
     def _add(self, to: V, sums: list[V], before: V) -> None:
         """Add sums to those in memory, or write them if nothing came `before`."""
-        f = self.f
-        places = [f.gep("float", to, i64(i * self.lanes)) for i in range(len(sums))]
-
-        def added() -> list[V]:
-            return [f.bin("fadd", load(f, "float", p, self.lanes, 4 * self.lanes), s) for p, s in zip(places, sums, strict=True)]
-
-        for p, s in zip(places, f.when(f.cmp("icmp ne", before, i64(0)), added, sums), strict=True):
-            store(f, s, p, 4 * self.lanes)
+        add_to(self.f, [self.f.gep("float", to, i64(i * self.lanes)) for i in range(len(sums))], sums, before)
 
 
 class Rows(_Pixels):

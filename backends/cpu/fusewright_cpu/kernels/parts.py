@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from fusewright_cpu.emit.text import Fn, V, i64
 
@@ -63,6 +63,27 @@ def fetch(f: Fn, p: V) -> None:
     """Bring a cache line to the second-level cache; any address is fine."""
     f.module.declare("llvm.prefetch.p0", "void", ["ptr", "i32", "i32", "i32"])
     f.raw(f"call void @llvm.prefetch.p0({p}, i32 0, i32 2, i32 1)")
+
+
+def with_products(f: Fn, sums: Sequence[V], rows: Sequence[V], k: V, weights: Sequence[V]) -> list[V]:
+    """Return sums (vectors of fp32, by row) plus the products of element `k` of each row with these vectors of weights."""
+    out, n = list(sums), len(weights)
+    for r, row in enumerate(rows):
+        x = f.splat(load(f, "float", f.gep("float", row, k)), weights[0].w)
+        for v, weight in enumerate(weights):
+            out[r * n + v] = f.fma(x, weight, out[r * n + v])
+    return out
+
+
+def add_to(f: Fn, places: Sequence[V], sums: Sequence[V], before: V) -> None:
+    """Add sums (vectors of fp32) to those in memory, or write them if nothing came `before`."""
+    align = 4 * sums[0].w
+
+    def added() -> list[V]:
+        return [f.bin("fadd", load(f, "float", p, s.w, align), s) for p, s in zip(places, sums, strict=True)]
+
+    for p, s in zip(places, f.when(f.cmp("icmp ne", before, i64(0)), added, list(sums)), strict=True):
+        store(f, s, p, align)
 
 
 def taken(f: Fn, counter: V, end: V, body: Callable[[V, V], None]) -> None:

@@ -13,7 +13,7 @@ from fusewright_cpu.emit.text import Module, V, i64
 from fusewright_cpu.kernels.by_hand import VECTOR_TILES, VectorLinear
 from fusewright_cpu.kernels.direct_conv import Rows
 from fusewright_cpu.kernels.panels import Panels, emit_panels
-from fusewright_cpu.kernels.parts import each, least, load, store
+from fusewright_cpu.kernels.parts import add_to, each, least, load, with_products
 
 LANES = 16
 ROWS, COLUMNS = VECTOR_TILES[64]
@@ -60,24 +60,14 @@ class _Vectors(Panels):
         zero = V("zeroinitializer", "float", LANES)
 
         def step(at: V, sums: list[V]) -> list[V]:
-            out = list(sums)
             self.fetch(f.gep("i8", ahead, f.mul(at, i64(64 * LEAP))), 1)
             w = f.mul(at, i64(COLUMNS))
             ws = [load(f, "float", f.gep("float", weights, f.add(w, i64(v * LANES))), LANES, 64) for v in range(VECTORS)]
-            for r, p in enumerate(xs):
-                x = f.splat(load(f, "float", f.gep("float", p, at)), LANES)
-                for v in range(VECTORS):
-                    out[r * VECTORS + v] = f.fma(x, ws[v], out[r * VECTORS + v])
-            return out
+            return with_products(f, sums, xs, at, ws)
 
         def part(first: V) -> None:
             end = least(f, f.add(first, i64(PART)), k)
             sums = f.loop(first, end, i64(1), [zero] * (ROWS * VECTORS), step)  # unrolled, LLVM would spill sums
-
-            def added() -> list[V]:
-                return [f.bin("fadd", load(f, "float", p, LANES, 64), s) for p, s in zip(places, sums, strict=True)]
-
-            for p, s in zip(places, f.when(f.cmp("icmp ne", first, i64(0)), added, sums), strict=True):
-                store(f, s, p, 64)
+            add_to(f, places, sums, first)
 
         each(f, i64(0), k, PART, part)

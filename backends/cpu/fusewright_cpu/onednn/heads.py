@@ -9,7 +9,7 @@ import torch
 
 from fusewright.interface import CompileContext, OpView, TensorSpec, Value
 from fusewright.toolkit.region.builder import contiguous_strides
-from fusewright.toolkit.region.graph import RegionGraph
+from fusewright.toolkit.region.graph import RegionGraph, spec_of
 from fusewright.toolkit.region.pattern import Match, chain, maybe
 from fusewright.toolkit.region.rewrite import Row, rewrite
 
@@ -28,18 +28,13 @@ def read_in_place(graph: RegionGraph, ctx: CompileContext) -> None:
         graph.sweep({"clone"})
 
 
-def _spec(value: Value) -> TensorSpec:
-    assert value.spec is not None
-    return value.spec
-
-
 def _source(value: Value, graph: RegionGraph) -> Value:
     """What `value` is a copy of, if its heads have dense rows, else `value`."""
     made = graph.producer(value)
     if made is None or made.op != "clone":
         return value
     source: Value = made.arg("self")
-    return source if _spec(source).stride[-1] == 1 else value
+    return source if spec_of(source).stride[-1] == 1 else value
 
 
 def _by_rows(spec: TensorSpec) -> bool:
@@ -50,18 +45,18 @@ def _by_rows(spec: TensorSpec) -> bool:
 
 def _copies(m: Match, c: _Context) -> bool:
     values: list[Value] = [m.anchor.arg(n) for n in OPERANDS]
-    four = all(_spec(v).rank == 4 for v in values)
+    four = all(spec_of(v).rank == 4 for v in values)
     return four and any(_source(v, c.graph) is not v for v in values)
 
 
 def _swaps(op: OpView, m: Match, c: _Context) -> bool:
     dims = {int(op.arg(n)) % 4 for n in ("dim0", "dim1")}
-    return dims == {1, 2} and _by_rows(_spec(_source(m.anchor.arg("query"), c.graph)))
+    return dims == {1, 2} and _by_rows(spec_of(_source(m.anchor.arg("query"), c.graph)))
 
 
 def _to_rows(op: OpView, m: Match, c: _Context) -> bool:
     rows = op.arg("memory_format") in (None, torch.contiguous_format, torch.preserve_format)
-    return rows and m.get("back") is not None and _spec(op.out).stride == contiguous_strides(_spec(op.out).shape)  # type: ignore[arg-type]
+    return rows and m.get("back") is not None and spec_of(op.out).stride == contiguous_strides(spec_of(op.out).shape)  # type: ignore[arg-type]
 
 
 def _write(m: Match, c: _Context) -> None:
@@ -71,8 +66,8 @@ def _write(m: Match, c: _Context) -> None:
     if copy is None:
         c.graph.replace((sdpa,), (made,))
         return
-    batch, rows, heads, width = _spec(copy.out).stride
-    out = c.ctx.value(replace(_spec(sdpa.out), stride=(batch, heads, rows, width)))
+    batch, rows, heads, width = spec_of(copy.out).stride
+    out = c.ctx.value(replace(spec_of(sdpa.out), stride=(batch, heads, rows, width)))
     view = replace(back, args=(out, *back.args[1:]), outs=copy.outs)
     c.graph.replace((sdpa, back, copy), (replace(made, outs=(out,)), view))
 

@@ -18,6 +18,7 @@ from fusewright.plan.ir import Ref
 from fusewright.toolkit.backend.library import LoweringTable
 from fusewright.toolkit.ir.types import from_torch
 from fusewright.toolkit.region.builder import Builder, channels_last_strides, contiguous_strides, metadata
+from fusewright.toolkit.region.graph import spec_of
 from fusewright.toolkit.region.pattern import Chain, Match, chain, find, siblings
 from fusewright.toolkit.region.rewrite import Row
 from fusewright_cpu.kernels.by_hand import MOST_GEMV_ROWS, Attention
@@ -53,11 +54,6 @@ LOWERINGS: LoweringTable[OpCode] = LoweringTable()
 def multiplies(dtype: torch.dtype, device: Device) -> bool:
     """Return whether oneDNN multiplies this type on a device."""
     return not FLOATS[dtype] or FLOATS[dtype] in device.features
-
-
-def spec_of(value: Any) -> TensorSpec:
-    assert isinstance(value, Value) and value.spec is not None
-    return value.spec
 
 
 def static(*sizes: Any) -> bool:

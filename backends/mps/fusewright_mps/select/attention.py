@@ -8,11 +8,12 @@ from fusewright.interface import OpView, TensorSpec, Value
 from fusewright.plan.ir import Ref
 from fusewright.toolkit.region.attention import not_few_queries, unrepeated
 from fusewright.toolkit.region.builder import contiguous_strides
+from fusewright.toolkit.region.graph import spec_of
 from fusewright.toolkit.region.pattern import Match, chain
 from fusewright.toolkit.region.rewrite import Row
 from fusewright_mps.kernels import decode as kernel
 from fusewright_mps.kernels.handwritten import METAL
-from fusewright_mps.select.calls import Calls, spec_of
+from fusewright_mps.select.calls import Calls
 
 SHORTEST = 64
 """Fewest keys to use the kernels for: below, torch's attention is as fast, as on other GPUs (docs/studies/gpu-decoding.md)."""

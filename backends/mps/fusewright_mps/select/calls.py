@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 
-from fusewright.interface import CompileContext, OpView, Region, TensorSpec, Value, Verdict
+from fusewright.interface import CompileContext, OpView, Region, Verdict
 from fusewright.plan.ir import Launch, Ref
 from fusewright.toolkit.backend.candidates import Lazy, Thunk
 from fusewright.toolkit.backend.library import LoweringTable
@@ -91,9 +91,3 @@ def rewritten(
     claimed(graph, ctx.rules, ask)
     b.write_claims(calls)
     return b
-
-
-def spec_of(value: Any) -> TensorSpec:
-    """Return the spec of a tensor value."""
-    assert isinstance(value, Value) and value.spec is not None
-    return value.spec

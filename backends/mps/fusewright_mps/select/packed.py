@@ -10,11 +10,12 @@ import torch
 from fusewright.interface import OpView, TensorSpec, Value
 from fusewright.plan.ir import Ref
 from fusewright.toolkit.region.builder import contiguous_strides
+from fusewright.toolkit.region.graph import spec_of
 from fusewright.toolkit.region.pattern import Match, chain
 from fusewright.toolkit.region.rewrite import Row
 from fusewright_mps.kernels import gemv
 from fusewright_mps.kernels.handwritten import METAL
-from fusewright_mps.select.calls import SUMS, Calls, spec_of
+from fusewright_mps.select.calls import SUMS, Calls
 
 TINYGEMM = "aten._weight_int4pack_mm.default"
 INT8 = "aten._weight_int8pack_mm.default"

@@ -10,10 +10,11 @@ import torch
 from fusewright.interface import OpView, TensorSpec
 from fusewright.plan.ir import Ref
 from fusewright.toolkit.backend.candidates import Thunk
+from fusewright.toolkit.region.graph import spec_of
 from fusewright.toolkit.region.pattern import Match, chain
 from fusewright.toolkit.region.products import joined, siblings_of, taken_apart, widths_of
 from fusewright.toolkit.region.rewrite import Row
-from fusewright_mps.select.calls import Calls, spec_of
+from fusewright_mps.select.calls import Calls
 
 REPEATS = 10
 """Repetitions per measurement."""

@@ -10,12 +10,13 @@ import torch
 from fusewright.interface import OpView, TensorSpec, Value
 from fusewright.plan.ir import Ref
 from fusewright.toolkit.region.builder import Builder, contiguous_strides
+from fusewright.toolkit.region.graph import spec_of
 from fusewright.toolkit.region.pattern import Match, chain
 from fusewright.toolkit.region.rewrite import Row
 from fusewright.toolkit.region.weight_only import Grouped, behind, grouped, widened, widened_linear
 from fusewright_mps.kernels import gemv
 from fusewright_mps.kernels.handwritten import METAL
-from fusewright_mps.select.calls import SUMS, Calls, spec_of
+from fusewright_mps.select.calls import SUMS, Calls
 
 COLUMNS = widened_linear("mps.int8")
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
-from fusewright.interface import CompileContext, OpView, Region, TensorSpec, Value, Verdict
+from fusewright.interface import CompileContext, OpView, Region, Value, Verdict
 from fusewright.plan.ir import Ref
 from fusewright.toolkit.backend.candidates import Lazy, Thunk
 from fusewright.toolkit.backend.library import LoweringTable
@@ -80,9 +80,3 @@ def rewritten(table: LoweringTable[OpCode], region: Region, ctx: CompileContext)
     claimed(graph, ctx.rules, ask)
     b.write_claims(calls)
     return b
-
-
-def spec_of(value: Any) -> TensorSpec:
-    """Return the type of a tensor value."""
-    assert isinstance(value, Value) and value.spec is not None
-    return value.spec

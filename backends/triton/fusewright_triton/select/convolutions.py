@@ -17,10 +17,10 @@ import torch
 from fusewright.interface import OpView, Value
 from fusewright.plan.ir import Ref
 from fusewright.toolkit.region.builder import channels_last_strides
-from fusewright.toolkit.region.graph import Claim
+from fusewright.toolkit.region.graph import Claim, spec_of
 from fusewright.toolkit.region.pattern import Match, chain, find, maybe, one, p
 from fusewright.toolkit.region.rewrite import Row
-from fusewright_triton.select.calls import Calls, spec_of
+from fusewright_triton.select.calls import Calls
 
 SHORTCUT = "triton.conv.shortcut"
 """The id of the row's other half: a shortcut convolution whose shift is added by the call that adds its result."""

@@ -15,11 +15,12 @@ from fusewright.plan.ir import Ref
 from fusewright.toolkit.backend.candidates import Lazy, Thunk
 from fusewright.toolkit.lower.tables import RULES
 from fusewright.toolkit.region.builder import contiguous_strides
+from fusewright.toolkit.region.graph import spec_of
 from fusewright.toolkit.region.pattern import Match, chain, many, one
 from fusewright.toolkit.region.rewrite import Row
 from fusewright_triton.kernels import product_ops
 from fusewright_triton.run.graphs import repeated, several
-from fusewright_triton.select.calls import Calls, spec_of
+from fusewright_triton.select.calls import Calls
 
 RESHAPES = frozenset({"view", "reshape", "alias"})
 

@@ -12,11 +12,12 @@ import torch
 from fusewright.interface import OpView, TensorSpec, Value
 from fusewright.plan.ir import Ref
 from fusewright.toolkit.backend.candidates import Lazy, Thunk
+from fusewright.toolkit.region.graph import spec_of
 from fusewright.toolkit.region.pattern import Match, chain
 from fusewright.toolkit.region.products import joined, siblings_of, taken_apart, widths_of
 from fusewright.toolkit.region.rewrite import Row
 from fusewright_triton.select import epilogues
-from fusewright_triton.select.calls import Calls, spec_of
+from fusewright_triton.select.calls import Calls
 
 PADDED_TO = 8
 """Row lengths in a half type that are multiples of this suit the tensor memory accelerator and 16-byte loads."""

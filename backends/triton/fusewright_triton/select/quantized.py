@@ -17,13 +17,14 @@ from fusewright.interface import OpView, Value
 from fusewright.plan.ir import Ref
 from fusewright.toolkit.backend.candidates import Lazy, Thunk
 from fusewright.toolkit.region.gemv import transposed
+from fusewright.toolkit.region.graph import spec_of
 from fusewright.toolkit.region.pattern import Match, chain
 from fusewright.toolkit.region.rewrite import Row
 from fusewright.toolkit.region.weight_only import behind, widened, widened_linear
 from fusewright_triton.kernels.int8_ops import LEAST_ROWS, LINEAR, MULTIPLE, int8_linear, int8_mm, linear_by_torch
 from fusewright_triton.kernels.int8_ops import MM as PRODUCT
 from fusewright_triton.select import products
-from fusewright_triton.select.calls import Calls, spec_of
+from fusewright_triton.select.calls import Calls
 
 REPEATS = 20
 """Products per timing."""

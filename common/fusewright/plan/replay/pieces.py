@@ -41,17 +41,15 @@ class Piece:
 
 def pieces_of(plan: Plan) -> tuple[Piece, ...]:
     """Split a plan before and after its collectives. Short runs between collectives are called as well."""
-    runs: list[list[Instruction]] = []
-    kinds: list[bool] = []
-    for called, group in groupby(plan.instructions, communicates):
-        run = list(group)
-        recorded = not called and len(run) >= FEWEST
-        if kinds and not recorded and not kinds[-1]:
-            runs[-1] += run
-        else:
-            runs.append(run)
-            kinds.append(recorded)
-    return tuple(_piece(plan, runs, k, kinds[k]) for k in range(len(runs)))
+    runs = _runs(plan)
+    return tuple(_piece(plan, [run for _, run in runs], k, recorded) for k, (recorded, _) in enumerate(runs))
+
+
+def _runs(plan: Plan) -> list[tuple[bool, list[Instruction]]]:
+    """The instructions of each piece, and whether it is recorded."""
+    split = [(called, list(run)) for called, run in groupby(plan.instructions, communicates)]
+    kinds = groupby(split, lambda part: not part[0] and len(part[1]) >= FEWEST)
+    return [(recorded, [i for _, run in parts for i in run]) for recorded, parts in kinds]
 
 
 def _piece(plan: Plan, runs: Sequence[Sequence[Instruction]], k: int, recorded: bool) -> Piece:
@@ -173,4 +171,4 @@ def no_pieces(plan: Plan, recorder: Recorder) -> str | None:
         return None
     if not isinstance(recorder, PoolingRecorder):
         return "it may wait for other processes, and the backend records no pieces"
-    return None if any(p.recorded for p in pieces_of(plan)) else "too few instructions between collectives"
+    return None if any(recorded for recorded, _ in _runs(plan)) else "too few instructions between collectives"

@@ -16,7 +16,7 @@ import torch
 from fusewright import _torch_compat as compat
 from fusewright import ops
 from fusewright.interface import OpView, RuleLog, Value
-from fusewright.toolkit.region.graph import RegionGraph
+from fusewright.toolkit.region.graph import RegionGraph, spec_of
 from fusewright.toolkit.region.pattern import Match, chain
 from fusewright.toolkit.region.rewrite import Row, rewrite
 
@@ -49,7 +49,7 @@ def _spelled_out(m: Match, graph: RegionGraph) -> Match | None:
             values = _values(steps, x, _points()) if m.anchor in steps else {}
             for last in reversed(steps if values else ()):
                 inside = _needed(last, steps)
-                if m.anchor not in inside or _spec(last.out).dtype is not _spec(x).dtype or not _closed(inside, last, graph):
+                if m.anchor not in inside or spec_of(last.out).dtype is not spec_of(x).dtype or not _closed(inside, last, graph):
                     continue
                 found = next((a for a in ACTIVATIONS if torch.allclose(values[last.out.id], _curve(a), RTOL, ATOL)), None)
                 if found is not None and _special_values_agree(inside, x, last, found):
@@ -68,11 +68,6 @@ def _write(m: Match, graph: RegionGraph) -> None:
 ROWS = (Row("activation", chain(tuple(sorted(CURVES))), _write, "an activation", extend=_spelled_out),)
 
 
-def _spec(value: Value) -> Any:
-    assert value.spec is not None
-    return value.spec
-
-
 def _variables(op: OpView, graph: RegionGraph) -> Sequence[Value]:
     """The values that `op` may be in a formula of, the nearest first: those read more than once, and what is cast for it."""
     found: list[Value] = []
@@ -86,7 +81,7 @@ def _variables(op: OpView, graph: RegionGraph) -> Sequence[Value]:
 
     def read_often(value: Value) -> bool:
         users = graph.users(value)
-        return _spec(value).dtype.is_floating_point and (len(users) > 1 or users[0].op == "cast")
+        return spec_of(value).dtype.is_floating_point and (len(users) > 1 or users[0].op == "cast")
 
     return [v for v in found if v.spec is not None and read_often(v)]
 
@@ -97,13 +92,13 @@ def _steps(x: Value, graph: RegionGraph) -> Sequence[OpView]:
     A cast to a type of fewer digits is none of them: it rounds, as kernels do there, which an activation does not.
     """
     known, found, todo = {x.id}, list[OpView](), [x]
-    digits = torch.finfo(_spec(x).dtype).eps
+    digits = torch.finfo(spec_of(x).dtype).eps
     while todo and len(found) < MOST_STEPS:
         for op in graph.users(todo.pop(0)):
             if op.op not in STEPS or op in found or not known.issuperset(v.id for v in op.inputs()):
                 continue
-            spec = _spec(op.out)
-            alike = spec.shape == _spec(x).shape and spec.device == _spec(x).device
+            spec = spec_of(op.out)
+            alike = spec.shape == spec_of(x).shape and spec.device == spec_of(x).device
             if alike and spec.dtype.is_floating_point and torch.finfo(spec.dtype).eps <= digits:
                 found.append(op)
                 known.add(op.out.id)
@@ -161,8 +156,8 @@ def _computed(activation: Activation, points: torch.Tensor) -> torch.Tensor:
 
 def _special_values_agree(inside: Sequence[OpView], x: Value, last: OpView, activation: Activation) -> bool:
     """Whether NaN comes from the same values, and infinity where it does in eager, also where a power overflows."""
-    most, inf = torch.finfo(_spec(x).dtype).max, float("inf")
+    most, inf = torch.finfo(spec_of(x).dtype).max, float("inf")
     sizes = [0.0, most**0.25, most**0.5, most**0.75, most / 16, most, inf, float("nan")]
-    points = torch.tensor([*sizes, *(-s for s in sizes)], dtype=_spec(x).dtype)
+    points = torch.tensor([*sizes, *(-s for s in sizes)], dtype=spec_of(x).dtype)
     ours, eager = _computed(activation, points), _values(inside, x, points)[last.out.id]
     return torch.equal(ours.isnan(), eager.isnan()) and torch.equal(ours[ours.isinf()], eager[ours.isinf()])

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from fusewright.interface import OpView, TensorSpec, Value
-from fusewright.toolkit.region.graph import RegionGraph
+from fusewright.interface import OpView, Value
+from fusewright.toolkit.region.graph import RegionGraph, spec_of
 
 RESHAPES = frozenset({"view", "reshape", "clone", "alias"})
 """Ops that preserve the elements and their order."""
@@ -18,9 +18,9 @@ RESHAPES = frozenset({"view", "reshape", "clone", "alias"})
 def not_few_queries(op: OpView, most: int, dtypes: Collection[torch.dtype], largest: int) -> str | None:
     """Why an `sdpa` is not an attention [B, H, Q, D] with at most `most` queries and heads of at most `largest` elements, or
     None if it is."""
-    q, k, v = (_spec(op.arg(n)) for n in ("query", "key", "value"))
+    q, k, v = (spec_of(op.arg(n)) for n in ("query", "key", "value"))
     mask = op.arg("attn_mask")
-    specs = [q, k, v, *([] if mask is None else [_spec(mask)])]
+    specs = [q, k, v, *([] if mask is None else [spec_of(mask)])]
     if not all(s.static for s in specs) or q.rank != 4 or k.rank != 4 or 0 in (*q.shape, *k.shape):
         return "symbolic, empty, or not [B, H, L, D]"
     heads, queries, dim = q.shape[1:]
@@ -45,11 +45,11 @@ def unrepeated(value: Value, graph: RegionGraph, ops: list[OpView]) -> Value:
         return value
     between.append(made)
     inner = next(made.inputs())
-    whole, one = _spec(source).shape, _spec(inner).shape
-    if not _repeats(whole, one, _spec(value).shape):
+    whole, one = spec_of(source).shape, spec_of(inner).shape
+    if not _repeats(whole, one, spec_of(value).shape):
         return value
     made = graph.producer(inner)
-    if made is None or made.op != "unsqueeze" or _spec(next(made.inputs())).shape != (*whole[:2], *whole[3:]):
+    if made is None or made.op != "unsqueeze" or spec_of(next(made.inputs())).shape != (*whole[:2], *whole[3:]):
         return value
     between.append(made)
     for op in between:  # backwards from the last: an op with other readers stays, and so do its producers
@@ -65,8 +65,3 @@ def _repeats(whole: Any, one: Any, shape: Any) -> bool:
     if len(whole) != 5 or one != (*whole[:2], 1, *whole[3:]) or whole != (batch, whole[1], whole[2], length, dim):
         return False
     return math.prod(whole[1:3]) == heads
-
-
-def _spec(value: Any) -> TensorSpec:
-    assert isinstance(value, Value) and value.spec is not None
-    return value.spec

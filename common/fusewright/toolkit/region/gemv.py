@@ -18,7 +18,7 @@ from fusewright import ops
 from fusewright.interface import CompileContext, OpView, TensorSpec, Value
 from fusewright.ops import Kind
 from fusewright.toolkit.region.builder import contiguous_strides, metadata
-from fusewright.toolkit.region.graph import RegionGraph, made_of
+from fusewright.toolkit.region.graph import RegionGraph, made_of, spec_of
 from fusewright.toolkit.region.pattern import ANY, Match, find, p, siblings
 from fusewright.toolkit.region.rewrite import Row, rewrite
 
@@ -374,12 +374,6 @@ def dims_of(v: Value) -> Shape:
 
 def numel(v: Value) -> int:
     return spec_of(v).numel_hint()
-
-
-def spec_of(v: Value) -> TensorSpec:
-    """The type of a tensor value."""
-    assert v.spec is not None
-    return v.spec
 
 
 def _with_dtype(op: OpView, dtype: torch.dtype) -> tuple[Any, ...]:

@@ -248,3 +248,9 @@ def made_of(inputs: Iterable[Value], spec: TensorSpec) -> TensorSpec:
     given = [v.spec for v in inputs if v.spec is not None]
     const = all(s.const for s in given) and spec.numel_hint() <= sum(s.numel_hint() for s in given)
     return replace(spec, const=const)
+
+
+def spec_of(value: Any) -> TensorSpec:
+    """The spec of an argument or result that is a tensor."""
+    assert isinstance(value, Value) and value.spec is not None
+    return value.spec

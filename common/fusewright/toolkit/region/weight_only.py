@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from fusewright.interface import OpView, TensorSpec, Value
+from fusewright.interface import OpView, Value
 from fusewright.toolkit.region.builder import contiguous_strides
 from fusewright.toolkit.region.gemv import transposed
-from fusewright.toolkit.region.graph import RegionGraph
+from fusewright.toolkit.region.graph import RegionGraph, spec_of
 from fusewright.toolkit.region.pattern import ANY, Chain, Match, chain, maybe, p
 
 
@@ -131,9 +131,3 @@ class _Steps:
             op = self.made(value, *names)
             value = value if op is None else op.arg("self")
         return value
-
-
-def spec_of(value: Any) -> TensorSpec:
-    """The type of a tensor value."""
-    assert isinstance(value, Value) and value.spec is not None
-    return value.spec

@@ -15,6 +15,7 @@ from fusewright.interface import OpView, TensorSpec, Value
 from fusewright.plan.ir import Ref
 from fusewright.toolkit.ir.types import from_torch
 from fusewright.toolkit.region.builder import Builder, channels_last_strides
+from fusewright.toolkit.region.graph import spec_of
 from fusewright.toolkit.region.pattern import Match, chain, maybe
 from fusewright.toolkit.region.rewrite import Row
 from fusewright_cpu.kernels.by_hand import DEPTHWISE_CHANNELS, Depthwise
@@ -34,15 +35,9 @@ def _value(arg: Any) -> Value:
     return arg
 
 
-def _spec(arg: Any) -> TensorSpec:
-    spec = _value(arg).spec
-    assert spec is not None
-    return spec
-
-
 def _sizes(arg: Any) -> tuple[int, ...]:
     """Return a fixed shape."""
-    return cast(tuple[int, ...], _spec(arg).shape)
+    return cast(tuple[int, ...], spec_of(arg).shape)
 
 
 def _limits(op: OpView | None) -> tuple[float, ...] | None:
@@ -78,7 +73,7 @@ def may_be(op: OpView) -> bool:
 def _fits(m: Match, b: Builder) -> bool:
     """Match a depthwise convolution of images of fixed size with constant weights."""
     op = m.anchor
-    x, weight, out = (_spec(v) for v in (op.arg("input"), op.arg("weight"), op.out))
+    x, weight, out = (spec_of(v) for v in (op.arg("input"), op.arg("weight"), op.out))
     if not may_be(op) or not is_packed(op, b) or x.rank != 4 or not (x.static and weight.static) or 0 in x.shape or 0 in out.shape:
         return False
     one_by_one = op.arg("groups") == x.shape[1] == weight.shape[0] and weight.shape[1] == 1
@@ -121,7 +116,7 @@ def _kernel(m: Match, target: CpuTarget) -> Depthwise:
     most = 8 if target.registers == 32 else 4
     columns = min(range(most, most // 2, -1), key=lambda n: (width % n, -n))
     part = channels % (target.vector_bytes // 4) != 0
-    return Depthwise(from_torch(_spec(op.out).dtype), (ky, kx), pair(op, "stride"), columns, before, after, part)
+    return Depthwise(from_torch(spec_of(op.out).dtype), (ky, kx), pair(op, "stride"), columns, before, after, part)
 
 
 def _geometry(m: Match, x: TensorSpec) -> tuple[int, ...]:
@@ -147,7 +142,7 @@ def _pays(m: Match, b: Builder) -> bool:
     if m.get("pad") is not None or not _rides(after, b) or not (_rides(before, b) and (before is None or in_front)):
         return True
     shape = _sizes(_image(m))
-    x = TensorSpec(shape, channels_last_strides(shape), _spec(_image(m)).dtype)
+    x = TensorSpec(shape, channels_last_strides(shape), spec_of(_image(m)).dtype)
     kernel, sizes = _kernel(m, host_target()), _geometry(m, x)
     return choices.depthwise_form(b.ctx, kernel, sizes, pair(m.anchor, "padding"), _both_limits(m), b.built) == "kernel"
 

@@ -17,6 +17,7 @@ from fusewright.interface import OpView, TensorSpec, Value, hint
 from fusewright.plan.ir import Ref
 from fusewright.toolkit.ir.types import from_torch
 from fusewright.toolkit.region.builder import Builder, channels_last_strides
+from fusewright.toolkit.region.graph import spec_of
 from fusewright.toolkit.region.pattern import Match, chain, maybe
 from fusewright.toolkit.region.rewrite import Row
 from fusewright_cpu.kernels import direct_conv
@@ -24,7 +25,6 @@ from fusewright_cpu.kernels.by_hand import MOST_GEMV_ROWS, DirectConv, Gemv
 from fusewright_cpu.onednn import choices, own, sums
 from fusewright_cpu.onednn.conv import pointwise
 from fusewright_cpu.onednn.conv.depthwise import pair
-from fusewright_cpu.onednn.conv.pointwise import spec_of
 from fusewright_cpu.onednn.folding import folded
 from fusewright_cpu.onednn.patterns import POST_OPS, folds_batch_norm, is_packed, other_of
 from fusewright_cpu.run.sources import hash_of

@@ -13,6 +13,7 @@ import torch
 
 from fusewright.interface import OpView, TensorSpec, Value, hint
 from fusewright.toolkit.region.builder import Builder, channels_last_strides
+from fusewright.toolkit.region.graph import spec_of
 from fusewright.toolkit.region.pattern import Chain, Match, chain, maybe
 from fusewright.toolkit.region.rewrite import Row
 from fusewright_cpu.onednn import choices, own
@@ -35,11 +36,6 @@ def conv_chain(id: str) -> Chain:
         maybe("add", _adds, "add", rule=f"{id}.add"),
         maybe(frozenset(POST_OPS), lambda op, m, b: reads(op, m), "unary", rule=f"{id}.unary"),
     )
-
-
-def spec_of(value: Any) -> TensorSpec:
-    assert isinstance(value, Value) and value.spec is not None
-    return value.spec
 
 
 def _fits(m: Match, b: Builder) -> bool:

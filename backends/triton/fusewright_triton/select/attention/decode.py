@@ -11,12 +11,13 @@ import torch
 from fusewright.interface import OpView, TensorSpec
 from fusewright.toolkit.backend.candidates import Thunk
 from fusewright.toolkit.region.attention import not_few_queries, unrepeated
+from fusewright.toolkit.region.graph import spec_of
 from fusewright.toolkit.region.pattern import Match, chain
 from fusewright.toolkit.region.rewrite import Row
 from fusewright_triton.kernels import decode_ops as kernel
 from fusewright_triton.select.attention.rope import turned
 from fusewright_triton.select.attention.sdpa import samples
-from fusewright_triton.select.calls import Calls, spec_of
+from fusewright_triton.select.calls import Calls
 
 REPEATS = 10
 

@@ -10,8 +10,9 @@ from typing import Any
 from fusewright.interface import OpView, TensorSpec, Value
 from fusewright.plan.ir import Ref
 from fusewright.toolkit.region.attention import RESHAPES
+from fusewright.toolkit.region.graph import spec_of
 from fusewright_triton.kernels import attention_ops as kernel
-from fusewright_triton.select.calls import Calls, spec_of
+from fusewright_triton.select.calls import Calls
 from fusewright_triton.target import named
 
 Shape = tuple[int, ...]

@@ -13,9 +13,9 @@ import torch
 from fusewright.interface import OpView, Value
 from fusewright.plan.ir import Call, Ref
 from fusewright.toolkit.region.attention import RESHAPES
-from fusewright.toolkit.region.graph import Claim
+from fusewright.toolkit.region.graph import Claim, spec_of
 from fusewright_triton.select.attention.decomposed_bias import made_for_one, shape_of, through, view
-from fusewright_triton.select.calls import Calls, spec_of
+from fusewright_triton.select.calls import Calls
 
 _VIEWS = frozenset({"view", "reshape", "permute", "transpose", "alias"})
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fusewright.interface import OpView, Value
+from fusewright.toolkit.region.graph import spec_of
 from fusewright.toolkit.region.pattern import OPS, Env, RegionReader, matches, p
 from fusewright_triton.select.attention.decomposed_bias import made_for_one, shape_of
-from fusewright_triton.select.calls import Calls, spec_of
+from fusewright_triton.select.calls import Calls
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,13 @@ from fusewright.interface import OpView, TensorSpec, Value
 from fusewright.plan.ir import Call, Ref
 from fusewright.toolkit.backend.candidates import Lazy, Thunk
 from fusewright.toolkit.region.builder import contiguous_strides
-from fusewright.toolkit.region.graph import Claim
+from fusewright.toolkit.region.graph import Claim, spec_of
 from fusewright.toolkit.region.pattern import Match, chain
 from fusewright.toolkit.region.rewrite import Row
 from fusewright_triton.kernels import attention_ops as kernel
 from fusewright_triton.select.attention import decomposed_bias
 from fusewright_triton.select.attention.heads import heads_of, taken_apart
-from fusewright_triton.select.calls import Calls, spec_of
+from fusewright_triton.select.calls import Calls
 
 REPEATS = 10
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from fusewright.interface import OpView
+from fusewright.toolkit.region.graph import spec_of
 from fusewright.toolkit.region.pattern import Match, chain
 from fusewright.toolkit.region.rewrite import Row
 from fusewright_triton.kernels import short_sequence_ops as kernel
-from fusewright_triton.select.calls import Calls, spec_of
+from fusewright_triton.select.calls import Calls
 
 
 def reason(op: OpView) -> str | None:

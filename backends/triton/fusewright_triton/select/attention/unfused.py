@@ -11,6 +11,7 @@ import torch
 from fusewright.interface import OpView, Value
 from fusewright.plan.ir import Ref
 from fusewright.toolkit.region.attention import RESHAPES
+from fusewright.toolkit.region.graph import spec_of
 from fusewright.toolkit.region.pattern import Match, chain, many, one
 from fusewright.toolkit.region.rewrite import Row
 from fusewright_triton.kernels import attention_ops as kernel
@@ -25,7 +26,7 @@ from fusewright_triton.select.attention.decomposed_bias import (
 )
 from fusewright_triton.select.attention.heads import Heads, base_of, heads_of, result_of
 from fusewright_triton.select.attention.sdpa import slices_elsewhere
-from fusewright_triton.select.calls import Calls, spec_of
+from fusewright_triton.select.calls import Calls
 
 HALF = (torch.bfloat16, torch.float16)
 
