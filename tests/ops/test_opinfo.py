@@ -29,6 +29,8 @@ nn.functional.scaled_dot_product_attention pow prod remainder roll scatter_add s
 softmax sort split std stack sum t topk transpose tril unbind unfold var where
 """.split()
 
+ONE_EACH = ("--samples", "1", "--group", "100")
+"""One sample of each entry, in one child process: each child imports the database."""
 
 BAD = """
 import os
@@ -64,7 +66,7 @@ def test_sample(backend: str, sample: list[str], tmp_path: Path) -> None:
     if not registry.info(backend).available:
         pytest.skip(f"{backend}: {registry.info(backend).device}")
     names = "^(" + "|".join(map(re.escape, sample)) + ")$"
-    assert opinfo.main(["--backend", backend, "--ops", names, "--samples", "1", "--json", str(tmp_path / "out.json")]) == 0
+    assert opinfo.main([*ONE_EACH, "--backend", backend, "--ops", names, "--json", str(tmp_path / "out.json")]) == 0
     found: list[dict[str, Any]] = json.loads((tmp_path / "out.json").read_text())["results"]
     assert {r["entry"] for r in found} == set(sample)
     assert all(r["checks"] for r in found)
