@@ -17,8 +17,8 @@ root=${AARCH64_ROOT:-${XDG_CACHE_HOME:-$HOME/.cache}/fusewright/aarch64}
 TORCH=2.10.0 # later ones are CUDA builds
 DEBS="libc6 libgcc-s1 libstdc++6 libgomp1 zlib1g libffi8 libexpat1 libuuid1 libbz2-1.0 liblzma5 libssl3 libsqlite3-0
   libpython3.11-minimal libpython3.11-stdlib python3.11-minimal"
-WHEELS="numpy llvmlite sympy networkx jinja2 fsspec filelock typing_extensions platformdirs click rich pytest hypothesis
-  expecttest transformers"
+WHEELS="numpy llvmlite sympy networkx jinja2 fsspec filelock typing_extensions platformdirs click rich pytest pytest-xdist
+  hypothesis expecttest transformers"
 PLATFORMS="--platform manylinux_2_28_aarch64 --platform manylinux_2_27_aarch64 --platform manylinux_2_17_aarch64
   --platform manylinux2014_aarch64"
 

@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TESTS, SELECTION = "tests/backends/acl", ("-m", "not slow")
 KERNELS = tuple(f"tests/backends/cpu/test_aarch64_{name}.py" for name in ("emulated", "int8", "int8_conv", "bf16"))
 """Tests that run in this machine's Python and hand kernels to an emulated one."""
+PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "2")
 
 DOCTOR = """import runpy, sys
 from fusewright.cli import checks
@@ -61,9 +62,9 @@ def test(python: str, args: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory() as code:
         subprocess.run([sys.executable, "-m", "ci.aarch64.link", "make", code], cwd=ROOT, check=True)
         linked = subprocess.run([python, "-m", "ci.aarch64.link", "run", code], cwd=ROOT, check=False).returncode
-    tests = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *SELECTION, *args, TESTS]
+    tests = [python, *PYTEST, *SELECTION, *args, TESTS]
     passed = subprocess.run(tests, cwd=ROOT, stdin=subprocess.DEVNULL, check=False).returncode
-    run = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *KERNELS]
+    run = [sys.executable, *PYTEST, *KERNELS]
     kernels = 0 if args else subprocess.run(run, cwd=ROOT, stdin=subprocess.DEVNULL, check=False).returncode
     print(f"aarch64: emulated, {time.monotonic() - start:.0f} s", flush=True)
     return found or linked or passed or kernels

@@ -56,7 +56,7 @@ def test_a_compiled_call_says_what_eager_says(backend: str, name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_call_on_every_backend(backend: str) -> None:
-    for name in CALLS:
+    for name in (n for n in CALLS if (backend, n) not in SAMPLE):
         check(backend, CALLS[name], name)
 
 

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
+from ci.operators import opinfo
 from fusewright import registry
 
-SCRIPT = Path(__file__).parents[2] / "ci/operators/opinfo.py"
+ROOT = Path(__file__).parents[2]
 
 SAMPLE = """
 add addmm all amax arange argmax atan2 baddbmm bernoulli bmm cat chunk clamp clone cumsum diagonal div.floor_rounding
@@ -28,6 +29,8 @@ nn.functional.scaled_dot_product_attention pow prod remainder roll scatter_add s
 softmax sort split std stack sum t topk transpose tril unbind unfold var where
 """.split()
 
+ONE_EACH = ("--samples", "1", "--group", "100")
+"""One sample of each entry, in one child process: each child imports the database."""
 
 BAD = """
 import os
@@ -57,22 +60,13 @@ def plugins(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def opinfo(*args: str, plugins: Path | None = None) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join(filter(None, [str(plugins or ""), os.environ.get("PYTHONPATH", "")]))
-    return subprocess.run(
-        [sys.executable, str(SCRIPT), *args], env={**os.environ, "PYTHONPATH": path},
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-
-
 # Every fourth entry for `null`: the tests of models and capture modes already compare it with eager.
 @pytest.mark.parametrize(("backend", "sample"), [("fusewright_null", SAMPLE[::4]), ("x86_onednn", SAMPLE)])
 def test_sample(backend: str, sample: list[str], tmp_path: Path) -> None:
     if not registry.info(backend).available:
         pytest.skip(f"{backend}: {registry.info(backend).device}")
     names = "^(" + "|".join(map(re.escape, sample)) + ")$"
-    result = opinfo("--backend", backend, "--ops", names, "--samples", "1", "--json", str(tmp_path / "out.json"))
-    assert result.returncode == 0, result.stdout + result.stderr
+    assert opinfo.main([*ONE_EACH, "--backend", backend, "--ops", names, "--json", str(tmp_path / "out.json")]) == 0
     found: list[dict[str, Any]] = json.loads((tmp_path / "out.json").read_text())["results"]
     assert {r["entry"] for r in found} == set(sample)
     assert all(r["checks"] for r in found)
@@ -87,28 +81,27 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_sample_of(name: str, tmp_path: Path) -> None:
+def test_sample_of(name: str) -> None:
     if not registry.info("x86_onednn").available:
         pytest.skip(f"x86_onednn: {registry.info('x86_onednn').device}")
     entries, options = OTHERS[name]
     names = "^(" + "|".join(map(re.escape, entries.split())) + ")$"
-    result = opinfo("--backend", "x86_onednn", "--ops", names, "--samples", "1", "--no-gradients", *options)
-    assert result.returncode == 0, result.stdout + result.stderr
+    assert opinfo.main(["--backend", "x86_onednn", "--ops", names, "--samples", "1", "--no-gradients", *options]) == 0
 
 
-def test_faults_are_found(plugins: Path) -> None:
-    result = opinfo(
-        "--backend", "opinfo_wrong", "--ops", "^(exp|argmax)$", "--samples", "1", "--no-gradients", plugins=plugins
-    )  # fmt: skip
-    assert result.returncode == 1
-    assert "exp float32: sample 0: value: 0 error 1" in result.stdout
-    assert "argmax" not in result.stdout
+def test_faults_are_found(plugins: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(plugins))
+    assert opinfo.main(["--backend", "opinfo_wrong", "--ops", "^(exp|argmax)$", "--samples", "1", "--no-gradients"]) == 1
+    told = capsys.readouterr().out
+    assert "exp float32: sample 0: value: 0 error 1" in told and "argmax" not in told
 
 
 def test_a_crash_costs_one_entry(plugins: Path) -> None:
     out = plugins / "out.json"
-    result = opinfo(
-        "--backend", "opinfo_crash", "--ops", "^(cos|exp|sin)$", "--samples", "1", "--json", str(out), plugins=plugins
+    command = [sys.executable, "-m", "ci.operators.opinfo", "--backend", "opinfo_crash", "--samples", "1"]
+    result = subprocess.run(
+        [*command, "--ops", "^(cos|exp|sin)$", "--json", str(out)], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(plugins)},
+        timeout=300, check=False,
     )  # fmt: skip
     assert result.returncode == 1
     found = {r["entry"]: r["problems"] for r in json.loads(out.read_text())["results"]}
@@ -116,4 +109,4 @@ def test_a_crash_costs_one_entry(plugins: Path) -> None:
 
 
 def test_nothing_matches() -> None:
-    assert opinfo("--backend", "fusewright_null", "--ops", "^no_such_entry$").returncode == 2
+    assert opinfo.main(["--backend", "fusewright_null", "--ops", "^no_such_entry$"]) == 2

@@ -12,9 +12,9 @@ from fusewright.toolkit.ir.types import from_torch
 from fusewright_cpu.kernels.attention import BLOCK, LEAST_ROWS, MOST_ROWS
 from fusewright_cpu.kernels.by_hand import Attention
 from fusewright_cpu.run.codegen import kernels_to_text, to_object
-from fusewright_cpu.run.jit import compile_kernels
 from fusewright_cpu.run.sources import from_json, hash_of, to_json
 from fusewright_cpu.target import host_target, target_machine, x86_target
+from tests.backends.cpu.launchers import launcher
 
 F32, BF16 = torch.float32, torch.bfloat16
 pytestmark = pytest.mark.skipif(
@@ -33,8 +33,7 @@ def run(
     masks = [] if mask is None else [mask.expand(b, h, rows, k.shape[2])]
     tensors = [q, k, v, *masks, out]
     sizes = [b, h, rows, k.shape[2], *(s for t in tensors for s in t.stride()[:3])]
-    launcher = compile_kernels([kernel]).launcher(kernel)
-    launcher.checked(tensors, sizes, [1 / math.sqrt(width) if scale is None else scale])
+    launcher(kernel).checked(tensors, sizes, [1 / math.sqrt(width) if scale is None else scale])
     return out
 
 

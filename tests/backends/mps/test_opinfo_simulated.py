@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch.testing._internal.common_methods_invocations import op_db
 
-from tests.ops.test_opinfo import SAMPLE, opinfo
+from ci.operators import opinfo
+from tests.ops.test_opinfo import SAMPLE
 
 
 @pytest.mark.slow
@@ -24,10 +25,8 @@ from tests.ops.test_opinfo import SAMPLE, opinfo
 def test_sample(tmp_path: Path, dtype: str, entries: list[str]) -> None:
     names = "^(" + "|".join(map(re.escape, entries)) + ")$"
     out = tmp_path / "out.json"
-    result = opinfo(
-        "--backend", "apple_mps", "--simulate", "--ops", names, "--samples", "1", "--dtypes", dtype, "--json", str(out)
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
+    of_one_dtype = ["--ops", names, "--samples", "1", "--dtypes", dtype, "--json", str(out)]
+    assert opinfo.main(["--backend", "apple_mps", "--simulate", *of_one_dtype]) == 0
     found: list[dict[str, Any]] = json.loads(out.read_text())["results"]
     known = {op.full_name for op in op_db if getattr(torch, dtype) in op.supported_dtypes("cpu")}
     assert {r["entry"] for r in found} == set(entries) & known and len(found) >= len(entries) - 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.queues import Queue
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,8 @@ pytestmark = [
     pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without distributed processes"),
 ]
 
-SECONDS = 240
-"""The time limit for both; a hang would last hours."""
+SECONDS = 480
+"""The time limit for a pair of processes; a hang would last hours."""
 
 
 class Block(torch.nn.Module):
@@ -195,29 +195,38 @@ def repair_of_one(rank: int, options: dict[str, Any]) -> None:
     library._destroy()
 
 
-def _process(rank: int, work: Callable[[int, dict[str, Any]], None], folder: Path, errors: Queue[str]) -> None:
+Work = Callable[[int, dict[str, Any]], None]
+
+
+def _process(rank: int, works: Sequence[Work], folder: Path, errors: Queue[str]) -> None:
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    try:
-        work(rank, {"cache": False, "fallback": "allow", "strict": True})
-    except BaseException as e:
-        errors.put(f"rank {rank}: {type(e).__name__}: {e}")
-        raise
-    torch.distributed.destroy_process_group()
+    for work in works:
+        store = f"file://{folder}/{work.__name__}"
+        torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+        try:
+            work(rank, {"cache": False, "fallback": "allow", "strict": True})
+        except BaseException as e:
+            errors.put(f"{work.__name__}, rank {rank}: {type(e).__name__}: {e}")
+            raise
+        torch.distributed.destroy_process_group()
+        torch.compiler.reset()
 
 
-SLOW = tensor_parallel, data_parallel, fully_sharded, gathered_between_pieces
+GROUPS = {
+    "one computation": [inference, repair_of_one],
+    "replayed pieces": [reduced_between_pieces],
+    "pieces that gather": [gathered_between_pieces],
+    "wrappers of torch": [tensor_parallel, fully_sharded, data_parallel],
+}
+"""What a pair of processes does, one after the other: starting a pair takes longer than most of it."""
+SLOW = "pieces that gather", "wrappers of torch"
 
 
-@pytest.mark.parametrize(
-    "work",
-    [inference, reduced_between_pieces, *(pytest.param(w, marks=pytest.mark.slow) for w in SLOW), repair_of_one],
-    ids=lambda f: f.__name__,
-)
-def test_both_come_to_the_end(work: Callable[[int, dict[str, Any]], None], tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in GROUPS])
+def test_both_come_to_the_end(name: str, tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     errors: Queue[str] = context.Queue()
-    processes = [context.Process(target=_process, args=(k, work, tmp_path, errors), daemon=True) for k in range(2)]
+    processes = [context.Process(target=_process, args=(k, GROUPS[name], tmp_path, errors), daemon=True) for k in range(2)]
     until = time.monotonic() + SECONDS
     try:
         for p in processes:

@@ -17,12 +17,12 @@ from fusewright_cpu.emit.entry import new_module
 from fusewright_cpu.kernels.amx_linear import emit_amx_linear, packed
 from fusewright_cpu.kernels.by_hand import AMX_BLOCK, AmxLinear
 from fusewright_cpu.run.codegen import kernels_to_text, to_assembly, to_object
-from fusewright_cpu.run.jit import compile_kernels
 from fusewright_cpu.run.launch import float_bits
 from fusewright_cpu.run.linker import Linker
 from fusewright_cpu.run.sources import from_json, hash_of, to_json
 from fusewright_cpu.target import CpuTarget, host_target, target_machine, x86_target
 from tests.backends.cpu.amx.simulated import ADDRESSES, SimulatedTiles
+from tests.backends.cpu.launchers import launcher
 
 SCALARS = {"clamp": (-0.5, 0.75), "leaky_relu": (0.25,)}
 OPS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -50,7 +50,7 @@ def simulated(a: AmxLinear, tensors: list[torch.Tensor], sizes: list[int]) -> No
 
 
 def on_tiles(a: AmxLinear, tensors: list[torch.Tensor], sizes: list[int]) -> None:
-    compile_kernels([a]).launcher(a).checked(tensors, sizes, SCALARS.get(a.after, ()))
+    launcher(a).checked(tensors, sizes, SCALARS.get(a.after, ()))
 
 
 def assert_exact(run: Run, a: AmxLinear, m: int, n: int, k: int, apart: int = 0, x: torch.Tensor | None = None) -> torch.Tensor:

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from fusewright_cpu.kernels.by_hand import VECTOR_TILES, VectorLinear
 from fusewright_cpu.kernels.vector_linear import packed
 from fusewright_cpu.run.codegen import kernels_to_text, to_object
-from fusewright_cpu.run.jit import compile_kernels
 from fusewright_cpu.run.sources import from_json, hash_of, to_json
 from fusewright_cpu.target import host_target, target_machine, x86_target
 from tests.backends.cpu.amx.test_amx_linear import KINDS, OPS, SCALARS
+from tests.backends.cpu.launchers import launcher
 
 TILE = VECTOR_TILES.get(host_target().vector_bytes, VECTOR_TILES[64])
 
@@ -38,7 +38,7 @@ def assert_exact(a: VectorLinear, m: int, n: int, k: int, apart: int = 0, x: tor
     weight, bias, other = torch.randn(n, k) / math.sqrt(k), torch.randn(n), torch.randn(m, n)
     around = torch.full((m + 2, n), 7.0)
     given = [wide, packed(weight, a.columns), *([F.pad(bias, (0, -n % a.columns))] if a.bias else []), *([other] if a.add else [])]
-    compile_kernels([a]).launcher(a).checked([*given, around[1:-1]], [m, n, k, k + apart], SCALARS.get(a.after, ()))
+    launcher(a).checked([*given, around[1:-1]], [m, n, k, k + apart], SCALARS.get(a.after, ()))
     exact = wide[:, :k].double() @ weight.double().t()
     exact = OPS[a.after](exact + (bias if a.bias else 0) + (other if a.add else 0))
     assert (around[0] == 7).all()
@@ -65,7 +65,7 @@ def test_long_sums_are_as_exact_as_eagers() -> None:
     x, w = torch.rand(16, 8192), torch.rand(48, 8192)
     exact, out = x.double() @ w.double().t(), torch.empty(16, 48)
     a = linear()
-    compile_kernels([a]).launcher(a).checked([x, packed(w, a.columns), out], [16, 48, 8192, 8192])
+    launcher(a).checked([x, packed(w, a.columns), out], [16, 48, 8192, 8192])
     theirs = (F.linear(x, w).double() - exact).abs().max()
     assert (out.double() - exact).abs().max() <= 2 * theirs
 

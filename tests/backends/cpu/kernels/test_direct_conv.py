@@ -16,10 +16,10 @@ from fusewright_cpu.kernels.by_hand import DirectConv
 from fusewright_cpu.kernels.direct_conv import packed
 from fusewright_cpu.onednn.conv.direct import TILES, tile_of
 from fusewright_cpu.run.codegen import kernels_to_text, to_object
-from fusewright_cpu.run.jit import compile_kernels
 from fusewright_cpu.run.sources import from_json, hash_of, to_json
 from fusewright_cpu.target import host_target, target_machine, x86_target
 from tests.backends.cpu.amx.test_amx_linear import KINDS, OPS, SCALARS
+from tests.backends.cpu.launchers import launcher
 
 HERE = TILES.get(host_target().vector_bytes, ()) if not host_target().arm else ()
 here = pytest.mark.skipif(
@@ -71,7 +71,7 @@ def assert_exact(a: DirectConv, case: Case, x: torch.Tensor | None = None, apart
     steps = (image.stride(0), image.stride(2), image.stride(3))
     height, width = case.result
     out = around[1:-1].view(case.batch, height, width, columns).permute(0, 3, 1, 2)
-    compile_kernels([a]).launcher(a).checked([*values, out], [*sizes, *steps], SCALARS.get(a.after, ()))
+    launcher(a).checked([*values, out], [*sizes, *steps], SCALARS.get(a.after, ()))
     exact = F.conv2d(image.double(), weight.double(), None, case.stride, case.padding, case.dilation, case.groups)
     exact = OPS[a.after](exact + (bias.view(-1, 1, 1) if a.bias else 0) + (other if a.add else 0))
     assert (around[0] == 7).all()
@@ -132,7 +132,7 @@ def test_long_sums_are_as_exact_as_eagers() -> None:
     out = torch.empty_like(exact, dtype=torch.float32)
     a = DirectConv(TILE.rows, TILE.columns)
     sizes = [49, 16, 9216, 1, 1024, 7, 7, 7, 7, 3, 3, 1, 1, 1, 1, 1, 1, x.stride(0), x.stride(2), x.stride(3)]
-    compile_kernels([a]).launcher(a).checked([x, packed(weight, 1, a.columns), torch.zeros(1024), out], sizes)
+    launcher(a).checked([x, packed(weight, 1, a.columns), torch.zeros(1024), out], sizes)
     theirs = (F.conv2d(x.contiguous(), weight, padding=1).double() - exact).abs().max()
     assert (out.double() - exact).abs().max() <= 2 * theirs
 

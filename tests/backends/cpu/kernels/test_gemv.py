@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from fusewright.toolkit.ir.types import to_torch
 from fusewright_cpu.kernels.by_hand import Gemv
-from fusewright_cpu.run.jit import compile_kernels
 from fusewright_cpu.run.sources import from_json, hash_of, to_json
 from fusewright_cpu.target import aarch64_target, host_target, x86_target
+from tests.backends.cpu.launchers import launcher
 
 Run = Callable[[Gemv, list[torch.Tensor], list[int]], None]
 KINDS = [
@@ -29,7 +29,7 @@ here = pytest.mark.skipif(
 
 
 def on_this_machine(g: Gemv, tensors: list[torch.Tensor], sizes: list[int]) -> None:
-    compile_kernels([g]).launcher(g).checked(tensors, sizes)
+    launcher(g).checked(tensors, sizes)
 
 
 def operands(g: Gemv, n: int, k: int, seed: int = 0) -> tuple[list[torch.Tensor], torch.Tensor]:

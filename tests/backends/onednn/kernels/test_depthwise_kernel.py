@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from fusewright.toolkit.ir.types import to_torch
 from fusewright_cpu.kernels.by_hand import DEPTHWISE_CHANNELS, Depthwise
 from fusewright_cpu.run.codegen import kernels_to_text, to_object
-from fusewright_cpu.run.jit import compile_kernels
 from fusewright_cpu.run.sources import from_json, hash_of, to_json
 from fusewright_cpu.target import CpuTarget, aarch64_target, host_target, target_machine, x86_target
+from tests.backends.cpu.launchers import launcher
 
 KINDS = [
     Depthwise(dtype, (k, k), (s, s), columns, before, after)
@@ -39,7 +39,7 @@ here = pytest.mark.skipif(bool(KINDS[0].refused(host_target())), reason="this CP
 
 
 def launch(d: Depthwise, tensors: list[torch.Tensor], sizes: list[int], limits: list[float]) -> None:
-    compile_kernels([d]).launcher(d).checked(tensors, sizes, limits)
+    launcher(d).checked(tensors, sizes, limits)
 
 
 @dataclass
