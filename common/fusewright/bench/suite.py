@@ -75,6 +75,15 @@ class Built:
         return call
 
 
+def repeated(built: Built, batch: int) -> Built:
+    """Repeat all tensors that it is called with `batch` times along their first dimension."""
+
+    def repeat(x: Any) -> Any:
+        return torch.cat([x] * batch) if isinstance(x, torch.Tensor) and x.dim() else x
+
+    return replace(built, args=tuple(map(repeat, built.args)), kwargs={k: repeat(v) for k, v in built.kwargs.items()})
+
+
 def build(model: str, size: Size = "full", dtype: DType = "fp32", seed: int = 0) -> Built:
     """Build `model` for inference: a name of the suite, or `file.py:function` (which ignores `size` and `seed`).
 

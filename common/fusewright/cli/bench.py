@@ -45,6 +45,7 @@ def _list(_context: click.Context, _parameter: click.Parameter, value: str | Non
 @click.option("--graphs", "with_graphs", is_flag=True, help="Graph networks (also with --train) and NumPy k-means.")
 @click.option("--large", "at_large", is_flag=True, help=f"Sizes that fill a data-centre device: {', '.join(large.names())}.")
 @click.option("--int8", "in_int8", is_flag=True, help="Quantized products and models, beside torch's engines and Inductor's int8.")
+@click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="How often to repeat an --int8 model's inputs.")
 @click.option("--dtype", "dtypes", callback=_list, help="fp32, bf16, amp; a comma-separated list.")
 @click.option("--device", help="Where the models are, as torch names it.  [default: where our backend computes]")
 @click.option("--backend", default="fusewright", show_default=True, help="Ours: any torch.compile backend, or NAME[option=value].")
@@ -72,6 +73,7 @@ def bench(
     with_graphs: bool,
     at_large: bool,
     in_int8: bool,
+    batch: int,
     dtypes: list[str] | None,
     device: str | None,
     backend: str,
@@ -104,9 +106,11 @@ def bench(
         _print(console, saved := _picked(report.load(show), models, dtypes))
         _draw(saved, chart)
         return
+    if batch > 1 and not in_int8:
+        raise click.UsageError("--batch repeats the inputs of quantized models: give --int8 too")
     if in_int8:
         settings = Settings(size=size, threads=threads or machine.cores(), seconds=seconds)
-        _int8(console, models, backend, against, settings, json_file, append)
+        _int8(console, models, batch, backend, against, settings, json_file, append)
         return
     if with_graphs:
         models = (*models, *graphs.names(train))
@@ -157,7 +161,7 @@ def _draw(document: dict[str, Any], file: Path | None) -> None:
 
 
 def _int8(
-    console: Console, models: Sequence[str], backend: str, against: Sequence[str] | None, settings: Settings,
+    console: Console, models: Sequence[str], batch: int, backend: str, against: Sequence[str] | None, settings: Settings,
     file: Path | None, append: bool,
 ) -> None:
     """Print each row as it is measured, write the document, then print all: the contenders of a row depend on what runs here."""
@@ -169,7 +173,7 @@ def _int8(
     torch.set_num_threads(settings.threads)
     ours = quantizing() if backend == "fusewright" else backend
     document = _document(ours, settings, file if append else None)
-    for part, row in int8.measure(models, settings.size, settings.seconds, ours, against != []):  # type: ignore[arg-type]
+    for part, row in int8.measure(models, settings.size, settings.seconds, ours, against != [], batch):  # type: ignore[arg-type]
         first = next(iter(row.seconds.values()), 0.0)
         cells = [f"{who} {t * 1e3:.3f} ms ({first / t:.2f}x)" for who, t in row.seconds.items()]
         console.print(f"{row.name}: {', '.join(cells)}", markup=False, soft_wrap=True)

@@ -201,21 +201,24 @@ def _no_grad(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[[], 
 
 def models(
     backend: str, names: Sequence[str] = MODELS, size: Literal["full", "small"] = "full", seconds: float = 10.0,
-    floats: str = "fusewright", inductor: bool = True, recipes: Sequence[str] = RECIPES,
+    floats: str = "fusewright", inductor: bool = True, recipes: Sequence[str] = RECIPES, batch: int = 1,
 ) -> Iterator[Row]:  # fmt: skip
-    """A row for each model: ours in fp32 and bf16, our int8 by each recipe of both, and Inductor's int8 of the first."""
+    """A row for each model: ours in fp32 and bf16, our int8 by each recipe of both, and Inductor's int8 of the first.
+
+    The suite's inputs are repeated `batch` times along their first dimension.
+    """
     by = quantization_of(backend)
     for name in names:
         torch.compiler.reset()
         contenders: dict[str, Callable[[], Any]] = {}
         dtype: suite.DType
         for dtype in ("fp32", "bf16"):
-            built = suite.build(name, size, dtype)
+            built = suite.repeated(suite.build(name, size, dtype), batch)
             assert built.module is not None
             compiled = torch.compile(built.module.eval(), backend=floats)
             contenders[dtype] = _no_grad(compiled, *built.args, **built.kwargs)
         for dtype in ("fp32", "bf16"):
-            built = suite.build(name, size, dtype)
+            built = suite.repeated(suite.build(name, size, dtype), batch)
             assert built.module is not None
             inputs, around = [dict(built.kwargs) if built.kwargs and not built.args else built.args], dtype == "bf16"
             for recipe in recipes:
@@ -224,13 +227,14 @@ def models(
                 contenders[f"int8 {recipe}{', bf16 around' * around}"] = _no_grad(fast, *built.args, **built.kwargs)
                 if inductor and not around:
                     contenders[f"inductor {recipe}"] = _by_inductor(quantized, *built.args, **built.kwargs)
-        yield interleaved(name, contenders, seconds)
+        yield interleaved(name if batch == 1 else f"{name}, batch {batch}", contenders, seconds)
 
 
 def measure(
-    names: Sequence[str], size: Literal["full", "small"], seconds: float, backend: str, inductor: bool = True
+    names: Sequence[str], size: Literal["full", "small"], seconds: float, backend: str, inductor: bool = True, batch: int = 1
 ) -> Iterator[tuple[str, Row]]:
     """Measure everything, or only the named models; yield each row with the table that it belongs to."""
     if not names:
         yield from (("shapes", row) for row in shapes(backend, size == "small", min(seconds, 2.0)))
-    yield from (("models", row) for row in models(backend, names or MODELS, size, seconds, inductor=inductor))
+    rows = models(backend, names or MODELS, size, seconds, inductor=inductor, batch=batch)
+    yield from (("models", row) for row in rows)

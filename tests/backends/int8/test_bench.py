@@ -94,11 +94,17 @@ def test_each_engine_of_ours_has_a_bare_call() -> None:
 @pytest.mark.slow
 def test_the_command_prints_and_writes_a_row_for_a_model(tmp_path: Path) -> None:
     file = tmp_path / "int8.json"
-    asked = ["bench", "--int8", "distilbert", "--size", "small", "--seconds", "0.2", "--against", "", "--json", str(file)]
+    model = ["distilbert", "--size", "small", "--batch", "3"]
+    asked = ["bench", "--int8", *model, "--seconds", "0.2", "--against", "", "--json", str(file)]
     done = CliRunner().invoke(app, asked)
     assert done.exit_code == 0, done.output
-    assert [row["model"] for row in report.load(file)["rows"]] == ["distilbert"]
+    assert [row["model"] for row in report.load(file)["rows"]] == ["distilbert, batch 3"]
     assert all(f"{who} " in done.output for who in ("fp32", "bf16", "int8 static", "int8 dynamic, bf16 around"))
+
+
+def test_only_quantized_models_take_a_batch() -> None:
+    done = CliRunner().invoke(app, ["bench", "bert", "--batch", "8"])
+    assert done.exit_code == 2 and "give --int8 too" in done.output
 
 
 def test_the_quantize_command_tells_each_layer(tmp_path: pytest.TempPathFactory) -> None:
