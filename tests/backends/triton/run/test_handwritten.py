@@ -326,6 +326,7 @@ def test_a_backend_stores_what_its_regions_asked_for(monkeypatch: pytest.MonkeyP
 OTHER_PROCESS = """
 import sys, torch
 from types import SimpleNamespace
+from fusewright import machine
 from fusewright_triton.run import handwritten
 from fusewright_triton.build import workers
 from fusewright_triton.backend import TritonLoader
@@ -339,7 +340,7 @@ workers.Parent.__init__ = no_build
 driver = SimpleNamespace(load=lambda *code: print(*code) or 3, launcher=lambda: lambda *args: print(args[:9]) or 0)
 handwritten.driver = lambda kind: driver
 torch.cuda.current_device = lambda: 0
-torch.cuda.current_stream = lambda *_: SimpleNamespace(cuda_stream=77)
+machine.current_stream = lambda index: 77
 TritonLoader(NVIDIA["sm_90"]).unpack(open(sys.argv[1], "rb").read())
 part, out = torch.empty(2, 3, 4), torch.empty(3, 4)
 fixed = {"SCALED": False, "BIASED": False, "INTEGER": False, "SPLIT": 2, "BN": 16}

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from fusewright import _torch_compat as compat
+from fusewright import machine
 from fusewright.report import recording
 from fusewright_triton.run import graphs, streams
 from tests.unit.plan.replay.test_inference import Recorder, Small, compiled
@@ -46,6 +47,7 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> Devices:
     monkeypatch.setattr(streams, "driver", lambda kind: SimpleNamespace(stream=found.new))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: found.current)
     monkeypatch.setattr(torch.cuda, "current_stream", found.stream)
+    monkeypatch.setattr(machine, "current_stream", lambda index: found.stream(index).cuda_stream)
     monkeypatch.setattr(torch.cuda, "device", found.device)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: found.current in found.capturing)
     monkeypatch.setattr(torch.cuda, "ExternalStream", lambda made, device: SimpleNamespace(made=made, device_index=device))
