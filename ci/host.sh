@@ -5,4 +5,4 @@ PYTHON=${PYTHON:-python}
 "$PYTHON" -m ruff check .
 "$PYTHON" -m mypy
 "$PYTHON" -m ci.check_tree
-"$PYTHON" -m pytest -n 2 -q tests </dev/null
+"$PYTHON" -m pytest -n 2 --dist worksteal -q tests </dev/null

@@ -5,7 +5,7 @@
 set -euo pipefail
 name=$1
 PYTHON=${PYTHON:-python}
-"$PYTHON" -m pytest -n 2 -q tests/backends/mps </dev/null
+"$PYTHON" -m pytest -n 2 --dist worksteal -q tests/backends/mps </dev/null
 "$PYTHON" -m ci.mps.models
 "$PYTHON" -m ci.mps.fusion --train bert_small,resnet18
 "$PYTHON" -m ci.mps.operators

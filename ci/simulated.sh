@@ -6,7 +6,7 @@ set -euo pipefail
 name=$1
 PYTHON=${PYTHON:-python}
 "$PYTHON" -m fusewright doctor --json | "$PYTHON" -m ci.require_backend "$name" --simulated
-"$PYTHON" -m pytest -n 2 -q tests/backends/triton </dev/null
+"$PYTHON" -m pytest -n 2 --dist worksteal -q tests/backends/triton </dev/null
 "$PYTHON" -m fusewright conformance --backend "$name" --simulate --part 8 --jobs 2 ${OUT:+--json "$OUT/$name-conformance.json"}
 "$PYTHON" -m ci.operators.opinfo --backend "$name" --simulate --samples 1 --shard 1/4
 "$PYTHON" -m ci.gpu.build_kernels --backend "$name"

@@ -57,7 +57,7 @@ def test_every_backend_has_a_job_and_ci_runs_the_command_of_the_readme() -> None
     assert {j.backend for j in planned} == registered | {"fusewright"}
     pin = (ROOT / "ci/constraints.txt").read_text().split("torch==")[1].split()[0]
     assert pin in versions["versions"] and versions["versions"] == sorted(versions["versions"])
-    command = "-m pytest -n 2 -q tests"
+    command = "-m pytest -n 2 --dist worksteal -q tests"
     assert command in (ROOT / ".ci/run").read_text() and command in (ROOT / "README.md").read_text()
     assert f"torch=={pin}" in (ROOT / "README.md").read_text()
 
