@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -31,12 +30,6 @@ def pytest_configure(config: pytest.Config) -> None:
     # Workers that each use all cores block one another in OpenMP's spin loops.
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     torch.set_num_threads(max(1, machine.cores() // workers))
-
-
-def pytest_collection_finish() -> None:
-    """Keep tens of thousands of tests and what they import out of the garbage collector's passes, which compiling often starts."""
-    gc.collect()
-    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
