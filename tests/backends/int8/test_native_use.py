@@ -79,6 +79,11 @@ BAD: dict[str, tuple[str, Callable[[], object]]] = {
     "scales": ("w_scale", lambda: native.linear(X, _packed(), S.double(), None, 1.0, 0)),
     "bias": ("bias", lambda: native.linear(X, _packed(), S, torch.ones(4), 1.0, 0)),
     "zero point": ("holds 0 to 255", lambda: native.linear(X, _packed(), S, None, 1.0, -1)),
+    "highest level": ("out_high is 300; torch.uint8 holds 0 to 255", lambda: native.linear(
+        X, _packed(), S, None, 1.0, 0, out_dtype=torch.uint8, out_high=300)),
+    "lowest level": ("out_low is -500; torch.int8 holds -128 to 127", lambda: native.linear(
+        X, _packed(), S, None, 1.0, 0, out_dtype=torch.int8, out_low=-500)),
+    "levels alone": ("out_high is 128", lambda: native.quantize(F, 1.0, 0, torch.int8, high=128)),
     "post": ("no post-op 'mish'", lambda: native.linear(X, _packed(), S, None, 1.0, 0, post="mish")),
     "post args": ("two numbers", lambda: native.linear(X, _packed(), S, None, 1.0, 0, post="clamp")),
     "rule": ("no rule 'group'", lambda: native.dynamic_linear(F, _packed(), S, None, "group")),

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fusewright_int8.run import core
 from fusewright_int8.run.core import absent, isa, isas, use_isa
-from fusewright_int8.run.reference import RULES, limits
+from fusewright_int8.run.reference import RULES
 from fusewright_int8.run.words import (
     BYTES,
     FLOATS,
@@ -32,6 +32,7 @@ from fusewright_int8.run.words import (
     check_inner,
     check_k,
     check_zero,
+    checked_limits,
     float_type,
     is_depthwise,
     packed_conv,
@@ -228,8 +229,8 @@ def quantize(
 ) -> Tensor:
     """Quantize x (fp32 or bf16) to uint8 or int8: see `reference.quantize`."""
     _check(x.dtype in FLOATS, "x", x, "fp32 or bf16")
-    low, high = limits(dtype, low, high)
     check_zero("zero_point", zero_point, dtype)
+    low, high = checked_limits(dtype, low, high)
     rows = _rows(x if x.dim() else x.reshape(1))
     q = torch.empty(x.shape, dtype=dtype)
     run("quantize", *_float_rows(rows), 1.0 / positive("scale", scale), zero_point, low, high, q.data_ptr())

@@ -90,7 +90,7 @@ def levels(
     if dtype not in BYTES:
         return TYPES[dtype], 1.0, zero_point, 0, 255
     check_zero("out_zero_point", zero_point, dtype)
-    return TYPES[dtype], 1.0 / positive("out_scale", scale), zero_point, *limits(dtype, low, high)
+    return TYPES[dtype], 1.0 / positive("out_scale", scale), zero_point, *checked_limits(dtype, low, high)
 
 
 def post_words(post: str, args: Sequence[float]) -> tuple[int, float, float]:
@@ -141,6 +141,14 @@ def check_zero(name: str, zero_point: int, dtype: torch.dtype) -> None:
     least, most = _LIMITS[dtype]
     if not least <= zero_point <= most:
         raise ValueError(f"{name} is {zero_point}; {dtype} holds {least} to {most}")
+
+
+def checked_limits(dtype: torch.dtype, low: int | None, high: int | None) -> tuple[int, int]:
+    """Return the limits of a result's levels. The core holds them in a byte, so others would wrap around."""
+    least, most = limits(dtype, low, high)
+    for name, level in (("out_low", least), ("out_high", most)):
+        check_zero(name, level, dtype)
+    return least, most
 
 
 # -- windows
