@@ -27,7 +27,6 @@ from typing import Any
 
 from fusewright import _torch_compat as compat
 from fusewright import registry
-from fusewright._torch_compat.inductor import aot_inductor
 
 KINDS = ("saved", "cached", "inductor", "aotinductor")
 CALLS = 10
@@ -163,7 +162,7 @@ def _callable(given: argparse.Namespace, built: Any, folder: Path) -> Callable[.
         loaded: Callable[..., Any] = fusewright.load(built.module, file, sha256=digest.read_text())
         return loaded
     if given.serve == "aotinductor":
-        inductor = aot_inductor()
+        inductor = compat.aot_inductor()
         package = str(folder / "model.pt2")
         if not Path(package).exists():
             with torch.no_grad():

@@ -23,9 +23,7 @@ DEVICES = r"cpus?|gpus?|num_threads"
 """Forbidden in code and messages. Comments may speak of CPUs or GPUs in general."""
 
 ALLOWED: dict[str, tuple[str, str]] = {
-    "_torch_compat/inductor.py": ("cpu", "torch's name of the host, which its profiler records"),
-    "_torch_compat/operators.py": ("cudnn mkl mkldnn onednn", "namespaces of torch's operators"),
-    "_torch_compat/runtime.py": ("cpu cublas cuda hipblas", "torch's own names"),
+    "_torch_compat.py": ("cpu cublas cuda hipblas mkl mkldnn onednn cudnn", "torch's own names"),
     "bench/contenders.py": ("num_threads", "torch's setting, which another runtime is given"),
     "bench/child.py": ("num_threads openmp", "torch's setting, on which a figure depends"),
     "bench/load.py": ("cpu", "lines of the kernel's account of who runs"),

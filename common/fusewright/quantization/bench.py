@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import torch
 
-from fusewright._torch_compat.inductor import inductor_freezing
+from fusewright import _torch_compat as compat
 from fusewright.bench import stats, suite
 from fusewright.quantization import quantization_of
 
@@ -177,7 +177,7 @@ def _graphs(backend: str, layer: torch.nn.Module, shape: Sequence[int]) -> dict[
 
 def _by_inductor(quantized: torch.nn.Module, *args: Any, **kwargs: Any) -> Callable[[], Any]:
     """Compile with Inductor and freezing, without which it does not pack int8 weights. Only the first call compiles."""
-    call, context = _no_grad(torch.compile(quantized, backend="inductor"), *args, **kwargs), inductor_freezing()
+    call, context = _no_grad(torch.compile(quantized, backend="inductor"), *args, **kwargs), compat.inductor_freezing()
 
     def run() -> Any:
         nonlocal context

@@ -17,7 +17,6 @@ import torch
 
 from fusewright import _torch_compat as compat
 from fusewright import report
-from fusewright._torch_compat.inductor import inductor_calls, inductor_provenance
 from fusewright.bench.cases import resolve, resolve_step
 from fusewright.bench.device import Clock, computes_fp64
 from fusewright.bench.report import environment
@@ -217,13 +216,13 @@ def _inductor(
 ) -> tuple[dict[str, Callable[[], Any]], str]:
     """Inductor's call, with its kernels added to `others` by phase; and, if there are none, the reason."""
     try:
-        with inductor_provenance() as told:
+        with compat.inductor_provenance() as told:
             call = subject.compiled("inductor")
             call()
             call()
         if Clock(subject.asked.device).asynchronous:
             return {"inductor": call}, "its kernels are told apart on the host only"
-        runs = inductor_calls(call, INDUCTOR_ROUNDS)
+        runs = compat.inductor_calls(call, INDUCTOR_ROUNDS)
     except Exception as e:  # the page is about us, whatever prevents Inductor from running
         return {}, f"Inductor failed: {type(e).__name__}: {printable(e)[:300]}"
     phases = list(others)

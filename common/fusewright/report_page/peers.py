@@ -68,8 +68,8 @@ def pieces(reports: Sequence[GraphReport], phase: str, rounds: int) -> list[Piec
 def inductor(
     calls: Sequence[Sequence[tuple[str, float]]], told: Sequence[Mapping[str, Sequence[str]]], rounds: int
 ) -> list[Piece]:
-    """Inductor's kernels: what ran in each call of one of its graphs (`inductor_calls`), and the sources of each graph's
-    kernels (`inductor_provenance`). Kernels with the same name are matched in order."""
+    """Inductor's kernels: what ran in each call of one of its graphs (`compat.inductor_calls`), and the sources of each graph's
+    kernels (`compat.inductor_provenance`). Kernels with the same name are matched in order."""
     found: dict[tuple[str, tuple[str, ...]], Piece] = {}
     for at, call in enumerate(calls):
         waiting: dict[str, deque[tuple[str, ...]]] = defaultdict(deque)

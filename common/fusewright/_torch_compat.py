@@ -1,0 +1,799 @@
+"""Every private torch name that Fusewright uses, in one file. Checked against torch 2.10 to 2.13.
+
+Everything is imported on first use: `import fusewright` must not import Dynamo.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import logging
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.utils import _pytree as pytree  # noqa: F401  a private name that others import from here
+
+LITERAL = "_tensor_constant"  # how AOTAutograd's names of literals begin
+DYNAMO = "torch._dynamo"
+"""The import done by a process's first compilation: a second of a core. Import it once before forking many processes."""
+
+
+_Compiler = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
+
+
+def aot_compile(
+    gm: GraphModule, inputs: Sequence[Any], *, forward: _Compiler, backward: _Compiler, inference: _Compiler,
+    joint: Callable[[Graph], None],
+) -> Callable[..., Any]:
+    """Pass a Dynamo graph to AOTAutograd with the min-cut partitioner, as the `aot_eager` backend does. `joint` rewrites the
+    joint graph of forward and backward before it is cut in two, and merges equal calls: torch's own pass imports all of
+    Inductor's lowerings (0.7 s) to count writes."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch import config
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    def cut(gm: GraphModule, *args: Any, **kwargs: Any) -> Any:
+        joint(gm.graph)
+        with config.patch(cse=False):
+            return min_cut_rematerialization_partition(gm, *args, **kwargs)
+
+    compilers = {"fw_compiler": forward, "bw_compiler": backward, "inference_compiler": inference}
+    with _resizing_whole():
+        return aot_autograd(**compilers, partition_fn=cut, keep_inference_input_mutations=True)(gm, inputs)
+
+
+_RESIZING = ("upsample_nearest2d", "upsample_bilinear2d", "upsample_bicubic2d")
+
+
+@contextlib.contextmanager
+def _resizing_whole() -> Iterator[None]:
+    """Make autograd record resizing as one operator and its gradient as another. AOTAutograd would otherwise trace torch's
+    Python forms, whose gradient is one accumulating scatter per tap. Symbolic sizes keep the Python forms, because the shape
+    functions of the gradients do not support them."""
+    from torch._decomp.decompositions import upsample_compute_output_size as sizes
+
+    def whole(packet: Any, decomposed: Any, x: Any, size: Any, *rest: Any) -> Any:
+        *flags, factors = rest
+        out = sizes(x.size(), size, factors)
+        if any(isinstance(n, torch.SymInt) for n in (*x.size(), *out)):
+            return decomposed(x, size, *rest)
+        with torch._C._DisablePythonDispatcher():
+            return packet.default(x, out, *flags, *(factors or (None, None)))
+
+    packets = [getattr(torch.ops.aten, name) for name in _RESIZING]
+    before = [dict(p.vec.py_kernels) for p in packets]
+    try:
+        for p, kernels in zip(packets, before, strict=True):
+            p.vec.py_kernels.update({key: functools.partial(whole, p, kernel) for key, kernel in kernels.items()})
+            p.vec._dispatch_cache.clear()
+        yield
+    finally:
+        for p, kernels in zip(packets, before, strict=True):
+            p.vec.py_kernels.update(kernels)
+            p.vec._dispatch_cache.clear()
+
+
+SHARED_ELEMENTS = "more than one element of the written-to tensor refers to a single memory location"
+"""AOTAutograd's message for a graph that writes into an expanded input."""
+
+
+def static_input_indices() -> frozenset[int]:
+    """Positions of parameters and buffers among the inputs of the graph that AOTAutograd is compiling; empty if unknown."""
+    from torch._guards import TracingContext
+
+    meta = getattr(TracingContext.try_get(), "fw_metadata", None)
+    return frozenset(getattr(meta, "static_input_indices", None) or ())
+
+
+def keep_sources(made: GraphModule, gm: GraphModule) -> None:
+    """Copy to a rewritten Dynamo graph what AOTAutograd reads from `gm`: the sources of inputs, which tell parameters and
+    buffers. Dynamo stores them in attributes, which copies of a graph lose."""
+    for name in ("_param_name_to_source", "_source_to_user_stacks"):
+        if hasattr(gm, name):
+            setattr(made, name, getattr(gm, name))
+    for old, new in zip(*(g.graph.find_nodes(op="placeholder") for g in (gm, made)), strict=True):
+        if hasattr(old, "_dynamo_source"):
+            new._dynamo_source = old._dynamo_source
+
+
+def shape_env_of(gm: GraphModule) -> Any | None:
+    """The ShapeEnv of a traced graph, or None if all sizes are static."""
+    for node in gm.graph.nodes:
+        val = node.meta.get("val", node.meta.get("example_value"))
+        if isinstance(val, torch.SymInt):
+            return val.node.shape_env
+        if isinstance(val, torch.Tensor) and is_fake(val):
+            env = fake_mode_of(val).shape_env
+            if env is not None:
+                return env
+    return None
+
+
+def assumed_sizes(gm: GraphModule) -> str:
+    """What tracing knows of symbolic sizes, as text: ranges and guards. Code may rely on all of it; "" for static graphs."""
+    if (env := shape_env_of(gm)) is None:
+        return ""
+    ranges = sorted(f"{symbol} in {r.lower}..{r.upper}" for symbol, r in env.var_to_range.items())
+    guards = sorted(str(g.expr) for g in env.guards)
+    later = sorted(str(a.expr) for found in env.deferred_runtime_asserts.values() for a in found)
+    return "\n".join([*ranges, *guards, *later])
+
+
+def is_fake(t: object) -> bool:
+    """Whether `t` is a FakeTensor: metadata without storage."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(t, FakeTensor)
+
+
+def fake_mode_of(t: Any) -> Any:
+    """The FakeTensorMode of a FakeTensor; running ops under it propagates metadata."""
+    return t.fake_mode
+
+
+_BOUNDS: WeakKeyDictionary[Any, dict[Any, tuple[Any, ...]]] = WeakKeyDictionary()
+"""By ShapeEnv and expression: the bounds, and the symbol ranges that they were derived from."""
+
+
+def symbol_of(size: torch.SymInt) -> tuple[Any, int, int, int | None]:
+    """(sympy expression, hint, lower bound, upper bound or None) of a symbolic size."""
+    node = size.node
+    size_hint = node.hint
+    env = node.shape_env
+    if isinstance(size_hint, torch.SymInt) or (env is None and type(size_hint) is not int):
+        size_hint = None  # a nested tensor's ragged dimension stands only for itself; its hint is not a number
+    lo, hi = (0, None) if env is None else _bounds(env, node.expr)
+    return node.expr, int(size_hint) if size_hint is not None else max(lo, 2), lo, hi
+
+
+def _bounds(env: Any, expr: Any) -> tuple[int, int | None]:
+    """Cached bounds of an expression. Torch walks the whole expression each time, which is slow where sizes derive from sizes,
+    and a graph mentions each many times."""
+    known, ranges = _BOUNDS.setdefault(env, {}), env.var_to_range
+    if (found := known.get(expr)) is not None and all(ranges.get(s) is r for s, r in found[2]):
+        return found[:2]
+    bounds = env.bound_sympy(expr)  # None for a ragged dimension in torch 2.11
+    lo = int(bounds.lower) if bounds is not None and bounds.lower.is_Integer else 0
+    # Not is_integer, which is true of torch's integer infinity.
+    hi = int(bounds.upper) if bounds is not None and bounds.upper.is_Integer else None
+    known[expr] = (lo, hi, [(s, ranges.get(s)) for s in expr.free_symbols])
+    return lo, hi
+
+
+def traced_size(size: Any) -> int | None:
+    """The number that a size was during tracing, without adding a guard; None if it depends on data."""
+    found = size.node.hint if isinstance(size, torch.SymInt) else size
+    return found if isinstance(found, int) else None
+
+
+def settled_size(size: Any) -> Any:
+    """A size, as a number if guards have fixed its symbol."""
+    if not isinstance(size, torch.SymInt):
+        return size
+    number = size.node.maybe_as_int()
+    return size if number is None else number
+
+
+def statically_true(condition: Any) -> bool:
+    """Whether a (symbolic) condition holds for every size, without adding a guard."""
+    if isinstance(condition, bool):
+        return condition
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return bool(statically_known_true(condition))
+
+
+def is_zero_tensor(t: torch.Tensor) -> bool:
+    """Whether a tensor is zeros without memory, as autograd's formulas create."""
+    return t._is_zerotensor()
+
+
+def lazy_view(fake: Any, kind: str) -> torch.Tensor:
+    """A lazily negated ("neg") or conjugated ("conj") view of a FakeTensor."""
+    views = {"neg": torch.ops.aten._neg_view.default, "conj": torch.ops.aten._conj.default}
+    with fake_mode_of(fake):
+        return views[kind](fake)
+
+
+def is_tangent(node: torch.fx.Node) -> bool:
+    """Whether a placeholder of AOTAutograd's backward graph is an incoming gradient, not a saved value."""
+    return node.name.startswith("tangents")
+
+
+def is_wrapper(t: object) -> bool:
+    """Whether a tensor's subclass wraps other tensors, which AOTAutograd unwraps."""
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+    return is_traceable_wrapper_subclass(t)
+
+
+def bound_op(op: Any) -> Callable[..., Any]:
+    """The C++ entry point of an OpOverload, which saves one Python frame per call."""
+    return getattr(op, "_op", op)
+
+
+def is_overload(target: object) -> bool:
+    """Whether an FX target is an ATen-style operator overload."""
+    return isinstance(target, torch._ops.OpOverload)
+
+
+def is_literal(node: Node) -> bool:
+    """Whether a node is a tensor literal of the program, which nobody else references."""
+    return node.op == "get_attr" and str(node.target).startswith(LITERAL)
+
+
+def is_higher_order(target: object) -> bool:
+    """Whether an FX target is a higher-order operator (cond, while_loop, ...)."""
+    return isinstance(target, torch._ops.HigherOrderOperator)
+
+
+def trace_artifact(name: str, text: Callable[[], str]) -> None:
+    """Add a text to the structured trace (TORCH_TRACE), where tlparse shows it beside Dynamo's own."""
+    from torch._logging._internal import trace_structured
+
+    trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text)
+
+
+PROFILING = "_is_profiler_enabled"
+"""The argument for `profiler_flag`'s result."""
+
+
+def profiler_flag() -> Callable[[str], bool]:
+    """Return a function that, given PROFILING, tells whether a profiler is active (`torch.profiler` or `emit_nvtx`). Plans call
+    it at every call, so it is not Python code."""
+    return vars(torch.autograd.profiler).__getitem__
+
+
+def profiling() -> bool:
+    """Whether a profiler is active."""
+    return bool(torch.autograd.profiler._is_profiler_enabled)
+
+
+def intercepted() -> bool:
+    """Whether a mode sees every operator that runs now (a counter of flops, a tracer)."""
+    return bool(torch._C._len_torch_dispatch_stack())
+
+
+def may_return_alias(op: Any) -> bool:
+    """Whether a result of the operator may share memory with an argument.
+
+    True if the schema says so, and for composite operators, whose schemas do not cover the operators that they call.
+    """
+    if any(r.alias_info is not None for r in op._schema.returns):
+        return True
+    return is_composite(op)
+
+
+def is_composite(op: Any) -> bool:
+    """Whether an operator only calls others, so that its schema does not describe their effects."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd"))
+
+
+def op_database_lacks() -> str:
+    """A package that torch's OpInfo database needs and that is not installed, or ""."""
+    from importlib.util import find_spec
+
+    return next((name for name in ("expecttest", "pytest") if find_spec(name) is None), "")
+
+
+def op_database() -> Sequence[Any]:
+    """Torch's OpInfo database: operators with samples, dtypes and errors, used for torch's own tests."""
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    found: Sequence[Any] = op_db
+    return found
+
+
+def is_elementwise_entry(op: Any) -> bool:
+    """Whether an entry of the database is an elementwise operator of one or two tensors."""
+    from torch.testing._internal.common_methods_invocations import BinaryUfuncInfo, UnaryUfuncInfo
+
+    return isinstance(op, UnaryUfuncInfo | BinaryUfuncInfo)
+
+
+def register_quantized_decomposed() -> None:
+    """Define the `quantized_decomposed` ops, as importing torchao does."""
+    import torch.ao.quantization.fx._decomposed  # noqa: F401
+
+
+def decomposition(target: Any) -> Callable[..., Any]:
+    """Torch's decomposition of an ATen overload into simpler ones. LookupError if there is none."""
+    from torch._decomp import decomposition_table
+
+    if target not in decomposition_table:
+        raise LookupError(f"torch has no decomposition of {target}")
+    return decomposition_table[target]
+
+
+_COMPUTING = frozenset(
+    "torch torch._C._nn torch._C._fft torch._C._linalg torch._C._special torch.functional torch.nn.functional "
+    "torch._tensor _operator operator math builtins itertools".split()
+)
+"""Modules whose functions only compute. Other functions in Dynamo graphs may enter a mode, a level of torch.func or the like."""
+
+_SETTERS = ("set_", "_set_", "_enter", "_exit", "manual_seed", "seed", "use_deterministic")
+
+
+def computes(target: Any) -> bool:
+    """Whether a function in a Dynamo graph only computes, so that it is safe to run it, and to run it again later.
+
+    Autocast regions count, because entering one can be detected and undone.
+    """
+    if isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        return True
+    if enters_autocast(target) or leaves_autocast(target) or target is torch._C._log_api_usage_once:
+        return True
+    owner = getattr(target, "__objclass__", None)  # e.g. of `torch.Tensor.add`
+    module = getattr(owner, "__module__", None) if owner is not None else getattr(target, "__module__", None)
+    if owner is not None and issubclass(torch.Tensor, owner):
+        return True
+    return module in _COMPUTING and not getattr(target, "__name__", "").startswith(_SETTERS)
+
+
+def enters_autocast(target: Any) -> bool:
+    """Whether a function in a Dynamo graph enters autocast; its result is the argument of `leave_autocast`."""
+    return target is torch.amp.autocast_mode._enter_autocast
+
+
+def leaves_autocast(target: Any) -> bool:
+    """Whether a function in a Dynamo graph leaves autocast."""
+    return target is torch.amp.autocast_mode._exit_autocast
+
+
+def leave_autocast(mode: Any) -> None:
+    """Undo an `enters_autocast` call."""
+    torch.amp.autocast_mode._exit_autocast(mode)
+
+
+UNBACKED = "unbacked_bindings"
+"""Torch's key in `node.meta` for symbols whose values depend on the node's data."""
+
+_FROM_DATA = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+
+
+def depends_on_data(op: Any, args: Sequence[Any]) -> bool:
+    """Whether a result's size, or a result that is a number, depends on the values of tensors."""
+    if op is torch.ops.aten.index.Tensor:  # integer indices give a known number of elements, masks do not
+        return any(isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+    return not _FROM_DATA.isdisjoint(op.tags)
+
+
+def drop_dead_code(graph: Graph, kept: Callable[[torch.fx.Node], bool]) -> None:
+    """Erase unread nodes, except those with an effect according to torch or `kept`."""
+    graph.eliminate_dead_code(lambda node: bool(node.users) or node.is_impure() or kept(node))
+
+
+@contextlib.contextmanager
+def sizes_settled(gm: GraphModule) -> Iterator[list[str]]:
+    """A context for work on a graph whose guards are fixed: yields a list of assumptions made about its sizes nonetheless.
+
+    Symbols created while metadata is recomputed are hidden from an enclosing torch tracing, which would look for them among its
+    own results.
+    """
+    env = shape_env_of(gm)
+    assumed: list[str] = []
+    if env is None:
+        yield assumed
+        return
+    before = len(env.guards)
+    with env.ignore_fresh_unbacked_symbols():
+        yield assumed
+    assumed += [str(g.expr) for g in env.guards[before:]]
+
+
+class SizesAssumed(Exception):
+    """Work on a graph with fixed guards would hold only for some of its sizes."""
+
+
+def _refused_guard(record: logging.LogRecord) -> bool:
+    """A filter for torch's log messages about guards that are refused on purpose."""
+    return not str(record.msg).startswith("failed during evaluate_expr")
+
+
+@contextlib.contextmanager
+def assuming_nothing(fake: Any) -> Iterator[None]:
+    """A context for tracing with FakeTensors of a graph whose guards are fixed. Raises `SizesAssumed` if that would add a
+    guard."""
+    env = fake_mode_of(fake).shape_env
+    if env is None:
+        yield
+        return
+    before = len(env.guards)
+    held = getattr(env, "error_on_new_guards", contextlib.nullcontext)  # older torch detects it only afterwards
+    told = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+    told.addFilter(_refused_guard)
+    try:
+        with held():
+            yield
+    except RuntimeError as e:
+        if type(e).__name__ != "_ShapeEnvGuardError":
+            raise
+        raise SizesAssumed(str(e)) from e
+    finally:
+        told.removeFilter(_refused_guard)
+    if env.guards[before:]:
+        raise SizesAssumed(", ".join(str(g.expr) for g in env.guards[before:]))
+
+
+METADATA_OPS = frozenset(
+    getattr(torch.ops.aten, name).default
+    for name in (
+        "sym_size",
+        "sym_stride",
+        "sym_numel",
+        "sym_storage_offset",
+        "size",
+        "stride",
+        "numel",
+        "dim",
+        "is_contiguous",
+    )
+    if hasattr(getattr(torch.ops.aten, name, None), "default")
+)
+"""ATen overloads that only read metadata."""
+
+
+def dispatch_mode(handler: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> Any:
+    """A context manager under which every ATen call goes through `handler(op, args, kwargs)`, below autograd and
+    autocast.
+    """
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return handler(func, args, kwargs or {})
+
+    return Mode()
+
+
+def is_module_state(node: torch.fx.Node, example: Any) -> bool:
+    """Whether an input of a Dynamo graph is a parameter or buffer of the compiled module."""
+    if isinstance(example, torch.nn.Parameter):
+        return True
+    return (node.meta.get("tensor_dict") or {}).get("_dynamo_static_input_type") is not None
+
+
+def autocast_enabled() -> bool:
+    """Whether autocast is on for any device type."""
+    return bool(torch._C._is_any_autocast_enabled())
+
+
+def disable_autocast() -> Any:
+    """A context manager that switches autocast off for every device type."""
+    return torch._C._DisableAutocast()
+
+
+_NOT_ELEMENTWISE = frozenset(
+    "copy_ set_ as_strided_ resize_ resize_as_ detach_ requires_grad_ t_ transpose_ unsqueeze_ squeeze_".split()
+)
+"""In-place ops that change more than values: their out-of-place form means something else."""
+
+
+def out_of_place(op: Any) -> Any | None:
+    """`aten.add.Tensor` for `aten.add_.Tensor`; None for other kinds of mutating ops (out=, copy_, set_, random ones)."""
+    base, _, overload = op._schema.name.partition("::")[2], "", op._overloadname
+    if op.namespace != "aten" or not base.endswith("_") or torch.Tag.nondeterministic_seeded in op.tags:
+        return None
+    if base in _NOT_ELEMENTWISE:
+        return None
+    packet = getattr(torch.ops.aten, base[:-1], None)
+    names = [] if packet is None else sorted(packet.overloads(), key=lambda name: name != overload)
+    # `pow_.Scalar` corresponds to `pow.Tensor_Scalar`: `pow.Scalar` has the same argument names, but a number as its base
+    return next((f for f in (getattr(packet, n) for n in names) if _taken(f) == _taken(op)), None)
+
+
+def _taken(op: Any) -> list[tuple[str, str]]:
+    """Names and types of an operator's arguments."""
+    return [(a.name, str(a.type)) for a in op._schema.arguments]
+
+
+def storage_id(t: torch.Tensor) -> int:
+    """Identity of the memory behind a (fake) tensor: equal for a tensor and its views."""
+    return int(t.untyped_storage()._cdata)
+
+
+def fake_mode(shape_env: Any = None) -> Any:
+    """A new FakeTensorMode."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
+
+
+def fake_tensor(
+    mode: Any, shape: Sequence[Any], stride: Sequence[Any], dtype: torch.dtype, device: str
+) -> torch.Tensor:
+    """A FakeTensor of any device type, even one that this torch build does not support."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    storage = torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device="meta")
+    fake: torch.Tensor = FakeTensor(mode, storage, torch.device(device))
+    return fake
+
+
+class Symbols:
+    """Symbolic sizes by name: `Symbols().size("2*s0 + 1")`. Symbols are positive, with distinct hints."""
+
+    def __init__(self) -> None:
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+        self.env = ShapeEnv()
+        self._known: dict[str, Any] = {}
+        self._hints: dict[Any, int] = {}
+
+    def size(self, text: str) -> Any:
+        """The SymInt of an expression; an int if it has no symbol. ValueError if it cannot be parsed."""
+        import ast
+
+        try:
+            expr = self._expr(ast.parse(text.strip(), mode="eval").body)
+        except SyntaxError as e:
+            raise ValueError(f"{text!r} is no size") from e
+        if expr.is_number:
+            return int(expr)
+        return self.env.create_symintnode(expr, hint=int(expr.xreplace(self._hints)))
+
+    def _symbol(self, name: str) -> Any:
+        import sympy  # type: ignore[import-untyped]
+        from torch.fx.experimental.symbolic_shapes import ValueRangesSLoc
+        from torch.utils._sympy.numbers import int_oo
+        from torch.utils._sympy.value_ranges import ValueRanges
+
+        if name not in self._known:
+            symbol = sympy.Symbol(name, positive=True, integer=True)
+            add = getattr(self.env, "add_backed_var_to_val", None) or self.env.add_var_to_val
+            self._hints[symbol] = sympy.Integer(7 + 6 * len(self._known))  # torch 2.10 asks a symbol's replacement for is_Add
+            add(symbol, int(self._hints[symbol]))
+            self.env.var_to_range[symbol] = ValueRanges(0, int_oo)
+            self.env.var_to_range_sloc[symbol] = ValueRangesSLoc(None, None)  # type: ignore[arg-type]
+            self._known[name] = symbol
+        return self._known[name]
+
+    def _expr(self, node: Any) -> Any:
+        import ast
+
+        import sympy
+        from torch.utils._sympy import functions
+
+        binary: dict[type, Callable[[Any, Any], Any]] = {
+            ast.Add: lambda a, b: a + b,
+            ast.Sub: lambda a, b: a - b,
+            ast.Mult: lambda a, b: a * b,
+            ast.Pow: lambda a, b: a**b,
+            ast.Mod: functions.PythonMod,
+            ast.FloorDiv: functions.FloorDiv,
+        }
+        match node:
+            case ast.Constant(value=int()):
+                return sympy.Integer(node.value)
+            case ast.Name(id=name):
+                return self._symbol(name)
+            case ast.UnaryOp(op=ast.USub()):
+                return -self._expr(node.operand)
+            case ast.BinOp() if type(node.op) in binary:
+                return binary[type(node.op)](self._expr(node.left), self._expr(node.right))
+            case ast.Call(func=ast.Name(id=name), keywords=[]) if hasattr(functions, name):
+                return getattr(functions, name)(*map(self._expr, node.args))
+        raise ValueError(f"{ast.unparse(node)!r} is no size")
+
+
+def compiled_module(model: Any) -> tuple[Any, str | None, dict[str, Any] | None]:
+    """The module given to `torch.compile`, with backend and options if the result tells them; other objects as they are."""
+    if not hasattr(model, "_orig_mod"):
+        return model, None, None
+    at = getattr(getattr(model, "dynamo_ctx", None), "callback", None)
+    while at is not None:
+        if isinstance(name := getattr(at, "compiler_name", None), str):
+            options = (getattr(at, "kwargs", None) or {}).get("options")
+            return model._orig_mod, name, dict(options) if options else None
+        at = getattr(at, "_torchdynamo_orig_backend", None) or getattr(at, "_torchdynamo_orig_callable", None)
+    return model._orig_mod, None, None
+
+
+def graph_breaks() -> dict[str, int]:
+    """Reasons of Dynamo's graph breaks in this process, with their counts."""
+    return _counted("graph_break")
+
+
+def untraced() -> dict[str, int]:
+    """What Dynamo could not trace in this process, with counts; includes the reasons of graph breaks."""
+    return _counted("unimplemented")
+
+
+def frames() -> tuple[int, int]:
+    """How many functions Dynamo saw in this process, and how many it traced; the others run in plain Python."""
+    return tuple(_counted("frames").get(kind, 0) for kind in ("total", "ok"))  # type: ignore[return-value]
+
+
+def _counted(kind: str) -> dict[str, int]:
+    from torch._dynamo.utils import counters
+
+    return {str(what): int(n) for what, n in counters[kind].items()}
+
+
+def around_compilations(start: Callable[[Any], None], end: Callable[[Any], None]) -> None:
+    """Let Dynamo, if it is imported, call `start` and `end` around its compilations until `torch.compiler.reset`."""
+    handler = getattr(sys.modules.get(DYNAMO), "callback_handler", None)
+    if handler is not None and start not in handler.start_callbacks:
+        handler.register_start_callback(start)
+        handler.register_end_callback(end)
+
+
+def real_tensors() -> Any:
+    """A context manager in which ops really compute, since AOTAutograd compiles inside a FakeTensorMode."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    return unset_fake_temporarily()
+
+
+WHOLE: dict[Any, Any] = {torch._C._nn.scaled_dot_product_attention: torch.ops.aten.scaled_dot_product_attention.default}
+"""Functions in Dynamo graphs that are recorded as one operator, though tracing would decompose them."""
+
+
+CHECKED_IN_PYTHON: frozenset[Any] = frozenset({torch._C._nn.one_hot})
+"""Functions in Dynamo graphs whose C++ form skips value checks on FakeTensors; torch has Python forms for them."""
+
+
+def has_python_form(op: Any) -> bool:
+    """Whether this torch has a Python form of a composite operator, which AOTAutograd traces."""
+    import torch._decomp  # registers them
+
+    return torch._C.DispatchKey.CompositeImplicitAutograd in op.py_kernels
+
+
+@contextlib.contextmanager
+def without_modes() -> Iterator[None]:
+    """A context with torch's own operators, outside the caller's modes and dispatcher: with a FakeTensor, or by an operator's
+    Python form, a view may exist that a real tensor of the same strides does not have."""
+    from torch._dispatch.python import no_python_dispatcher
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes(), no_python_dispatcher():
+        yield
+
+
+def python_dispatcher() -> Any:
+    """A context manager that selects torch's Python forms of operators, as in AOTAutograd's tracing."""
+    from torch._dispatch.python import enable_python_dispatcher
+
+    return enable_python_dispatcher()
+
+
+def symbolic_mode() -> Any:
+    """A FakeTensorMode whose `from_tensor` makes sizes symbolic."""
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    return fake_mode(ShapeEnv())
+
+
+def guards_hold(shape_env: Any, fakes: Sequence[Any], tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether what tracing assumed of the sizes of `fakes` holds for `tensors`."""
+    return bool(shape_env.evaluate_guards_for_args(list(fakes), list(tensors), ignore_static=False))
+
+
+FROM_A_POINTER = ("cpu", "cuda")
+"""Device types on which torch can wrap externally owned memory in a storage."""
+
+
+def unowned(t: torch.Tensor) -> torch.Tensor:
+    """A tensor that shares the memory of `t` without keeping it alive."""
+    storage = t.untyped_storage()
+    memory = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), t.device, storage.nbytes())
+    empty = torch.empty(0, dtype=t.dtype, device=t.device)
+    return empty.set_(memory, t.storage_offset(), t.shape, t.stride())
+
+
+def storage_uses(storage: Any) -> int:
+    """The reference count of a storage, including the given Python object."""
+    return int(torch._C._storage_Use_Count(storage._cdata))
+
+
+def forward_results() -> int:
+    """How many results of the forward graph that AOTAutograd is compiling are not saved for backward; they come first."""
+    from torch._guards import TracingContext
+
+    meta = getattr(TracingContext.try_get(), "fw_metadata", None)
+    return int(getattr(meta, "num_forward", 0) or 0)
+
+
+_COLLECTIVE = frozenset({
+    "c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "symm_mem", "_dtensor",
+})  # fmt: skip
+"""Namespaces of operators for communication between processes."""
+
+_LOCAL = frozenset({
+    "aten", "prims", "prim", "quantized", "_quantized", "quantized_decomposed", "mkldnn", "mkldnn_prepacked", "mkl", "onednn",
+    "inductor", "profiler", "rngprims", "debugprims", "torchvision", "torchaudio", "torchao", "cudnn", "sparse", "_test",
+})  # fmt: skip
+"""Namespaces of operators that do not communicate."""
+
+
+def communicates(namespace: str, unknown: bool = True) -> bool:
+    """Whether operators of a namespace may wait for other processes. Unknown ones may, unless there is only one process."""
+    if namespace in _COLLECTIVE:
+        return True
+    return unknown and not only_computes(namespace) and several_processes()
+
+
+def only_computes(namespace: str) -> bool:
+    """Whether operators of a namespace are known to have no effect besides their results, writes and random numbers."""
+    return namespace in _LOCAL or namespace.startswith("fusewright")
+
+
+def several_processes() -> bool:
+    """Whether this process belongs to a group of several."""
+    d = torch.distributed
+    return d.is_available() and d.is_initialized() and d.get_world_size() > 1
+
+
+def clear_workspaces() -> None:
+    """Free the memory that torch keeps for cuBLAS or hipBLAS, as Inductor's graph trees do around each of their graphs."""
+    torch._C._cuda_clearCublasWorkspaces()
+
+
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+"""The index of the current GPU, without a Python frame."""
+
+current_stream: Callable[[int], int] = getattr(
+    torch._C, "_cuda_getCurrentRawStream", lambda k: torch.cuda.current_stream(k).cuda_stream
+)
+"""The handle of a GPU's current stream, by GPU index, without allocating an object."""
+
+empty_strided_on_device: Callable[..., torch.Tensor] = getattr(
+    torch._C._dynamo.guards, "_empty_strided_cuda", lambda n, s, dtype: torch.empty_strided(n, s, dtype=dtype, device="cuda")
+)
+"""Allocate sizes, strides and a dtype on the current GPU, without the dispatcher."""
+
+
+@contextlib.contextmanager
+def inductor_provenance() -> Iterator[list[dict[str, list[str]]]]:
+    """For each graph that Inductor compiles in this context: its kernels by name, with the stack traces of their ops, in graph
+    order. Empty if this torch does not provide it."""
+    from torch._inductor import config, output_code
+    from torch._inductor.utils import fresh_cache
+
+    kept: list[dict[str, list[str]]] = []
+    made = output_code.CompiledFxGraph.__init__
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        made(self, *args, **kwargs)
+        kept.append(json.loads(getattr(self, "inductor_provenance_stack_traces_str", None) or "{}"))
+
+    settings = {"trace.provenance_tracking_level": 1, "cpp.enable_kernel_profile": True}
+    known = config.get_config_copy()
+    output_code.CompiledFxGraph.__init__ = init  # type: ignore[method-assign]
+    try:
+        with fresh_cache(), config.patch({k: v for k, v in settings.items() if k in known}):
+            yield kept
+    finally:
+        output_code.CompiledFxGraph.__init__ = made  # type: ignore[method-assign]
+
+
+def inductor_freezing() -> contextlib.AbstractContextManager[None]:
+    """Make Inductor treat weights as constants in this context. `options={"freezing": True}` is not enough: Dynamo, which
+    decides whether weights are inputs, reads the global configuration."""
+    from torch._inductor import config
+
+    return config.patch(freezing=True)
+
+
+def aot_inductor() -> Any:
+    """The module of `aoti_compile_and_package` and `aoti_load_package`, as documented for AOTInductor."""
+    import torch._inductor
+
+    return torch._inductor
+
+
+def inductor_calls(call: Callable[[], Any], rounds: int) -> list[list[tuple[str, float]]]:
+    """What runs in each call of an Inductor graph on the host: names of kernels and operators, with seconds, in order."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        for _ in range(rounds):
+            call()
+    graphs = [e for e in profile.events() or () if e.name.startswith("## Call CompiledFxGraph")]
+    graphs.sort(key=lambda e: e.time_range.start)
+    children = [sorted(g.cpu_children, key=lambda e: e.time_range.start) for g in graphs]
+    return [[(e.name, e.time_range.elapsed_us() * 1e-6) for e in of] for of in children]
