@@ -141,6 +141,12 @@ void finish_floats(const After& a, const Columns& c, i64 row, i64 first, i64 cou
   if (whole < count) finish_exactly<V, PER_ROW>(a, c, row, first, whole, count - whole, sums, row_scale, zero);
 }
 
+// W sums as floats, without the offsets that they contain unless BEGINS (see `Ends`).
+template <class V, bool BEGINS> typename V::F whole_sums(const std::int32_t* sums, typename V::I offset) {
+  if constexpr (BEGINS) return V::to_float(V::load(sums));
+  else return V::to_float(V::sub(V::load(sums), offset));
+}
+
 // The fast path for N W columns, N at most 4, of sums that still contain the offsets unless BEGINS (see `Ends`). Row-independent numbers are held in registers, because byte stores may alias anything
 // and would force reloading them. RESIDUAL is f32 if there is none.
 template <class V, Type RESIDUAL, bool BEGINS, int N> class QuickEnd {
@@ -159,9 +165,7 @@ template <class V, Type RESIDUAL, bool BEGINS, int N> class QuickEnd {
     for (int v = N; v < 4; ++v) level[v] = V::set(0);
 #pragma GCC unroll 4
     for (int v = 0; v < N; ++v) {
-      auto whole = V::load(sums + v * V::W);
-      if constexpr (!BEGINS) whole = V::sub(whole, offset[v]);
-      auto sum = V::to_float(whole);
+      auto sum = whole_sums<V, BEGINS>(sums + v * V::W, offset[v]);
       auto low = below[v], high = above[v];
       if constexpr (RESIDUAL != Type::f32) {
         auto r = load_as<V>(residual, RESIDUAL, v * V::W);

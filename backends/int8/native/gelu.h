@@ -90,9 +90,7 @@ template <class V, bool BEGINS, int N> class GeluEnd {
     for (int v = N; v < 4; ++v) level[v] = V::set(0);
 #pragma GCC unroll 4
     for (int v = 0; v < N; ++v) {
-      auto whole = V::load(sums + v * V::W);
-      if constexpr (!BEGINS) whole = V::sub(whole, offset[v]);
-      const auto g = gelu(V::fma(V::to_float(whole), scale[v], bias[v]));
+      const auto g = gelu(V::fma(whole_sums<V, BEGINS>(sums + v * V::W, offset[v]), scale[v], bias[v]));
       level[v] = V::round(V::fma(g, inverse, below));
       differing = V::with_difference(differing, level[v], V::round(V::fma(g, inverse, above)));
     }
