@@ -404,12 +404,16 @@ class PoolingRecorder(Recorder, Protocol):
 
 @runtime_checkable
 class CopyingRecorder(Recorder, Protocol):
-    """A recorder with faster copies than torch's, for the inputs and results of a replay. Since interface 1.9."""
+    """A recorder whose recordings copy inputs and results themselves, which takes the host less. Since interface 1.9."""
 
-    def copies(self) -> Any | None:
-        """Return an object for the current device, or None. `copy_in(targets)` returns a function that copies a list of tensors to
-        `targets`, `copy_out(sources)` one that returns copies of `sources`: dense tensors of equal layouts, on the current
-        stream. Where they cannot, they do nothing and return False or None."""
+    def record_with_copies(
+        self, run: Callable[[], Sequence[torch.Tensor]], warm: bool, shared: Any, inputs: Mapping[int, torch.Tensor],
+        returned: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]],
+    ) -> tuple[Sequence[torch.Tensor], Callable[[list[Any]], Sequence[torch.Tensor] | None]] | None:  # fmt: skip
+        """Record `run`, which draws no random numbers, like `record`. The replay takes a list of arguments, copies those at the
+        positions `inputs` into the given buffers first, and copies what `returned` selects of the results of `run` into fresh
+        memory, which it returns; all are dense tensors of the current device. It does nothing and returns None where it cannot.
+        None: this recorder has no such recordings here."""
         ...
 
 

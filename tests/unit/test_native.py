@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -184,58 +185,99 @@ def test_plans_give_the_same_and_are_shown_the_same(dynamic: bool, monkeypatch: 
     assert shown[:middle] == shown[middle + 1 : -1]
 
 
-# ---------------------------------------------------------------- copies by a driver
+# ---------------------------------------------------------------- replay with copies
+
+
+class FakeGraph:
+    """A driver with one graph of copies of 16 bytes of parameters each: source and target. It runs in this process's memory."""
+
+    def __init__(self) -> None:
+        self.nodes: dict[int, tuple[int, int, int]] = {}
+        self.updates, self.refused = 0, 0
+        self.memory: list[torch.Tensor] = []
+
+        def update(graph: int, node: int, parameters: int, context: int) -> int:
+            source, target = struct.unpack("QQ", ctypes.string_at(parameters, 16))
+            self.updates += 1
+            if not self.refused:
+                self.nodes[node] = (source, target, self.nodes[node][2])
+            return self.refused
+
+        def launch(graph: int, stream: int) -> int:
+            for source, target, count in self.nodes.values():
+                ctypes.memmove(target, source, count)
+            return 0 if (graph, stream) == (5, 77) else 700
+
+        self.kept = (ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_uint64] * 4)(update),
+                     ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_uint64] * 2)(launch))  # fmt: skip
+        update_at, launch_at = (ctypes.cast(f, ctypes.c_void_p).value or 0 for f in self.kept)
+        self.handles = (launch_at, update_at, 5, 6)
+
+    def copy(self, inner: torch.Tensor, outer: int) -> native.CopyNode:
+        """A node in which each call sets the source (outer = 0) or the target (8)."""
+        pair = (0, inner.data_ptr()) if outer == 0 else (inner.data_ptr(), 0)
+        node = len(self.nodes) + 1
+        self.memory.append(inner)
+        self.nodes[node] = (*pair, inner.numel() * inner.element_size())
+        return native.CopyNode(node, struct.pack("QQ", *pair), outer)
 
 
 @pytest.fixture
-def driver_copies(core: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A driver that copies in this process's memory, for a device that a test makes current."""
-    calls: list[tuple[int, int, int, int]] = []
-
-    def copied(to: int, source: int, count: int, stream: int) -> int:
-        calls.append((to, source, count, stream))
-        ctypes.memmove(to, source, count)
-        return 0 if stream == 77 else 700
-
-    kept = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_uint64] * 4)(copied)
-    device, streams = [0], {0: 77}
+def graph(core: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    made, device, streams = FakeGraph(), [0], {0: 77}
     monkeypatch.setattr(_torch_compat, "current_device", lambda: device[0])
     monkeypatch.setattr(_torch_compat, "current_stream", lambda index: streams[index])
     monkeypatch.setattr(
         _torch_compat, "empty_strided_on_device", lambda n, s, dtype: torch.empty_strided(n, s, dtype=dtype).fill_(7)
     )
-    copies = native.device_copies(ctypes.cast(kept, ctypes.c_void_p).value or 0, 0)
-    return SimpleNamespace(copies=copies, calls=calls, device=device, streams=streams, kept=kept)
+    return SimpleNamespace(driver=made, device=device, streams=streams)
 
 
-def test_inputs_are_copied_by_the_driver(driver_copies: Any) -> None:
-    given = [torch.randn(3, 4).t(), torch.arange(5), torch.empty(0)]
-    targets = [torch.zeros(3, 4).t(), torch.zeros(5, dtype=torch.int64), torch.empty(0)]
-    run = driver_copies.copies.copy_in(targets)
-    given[2] = torch.empty(1)[:0]
-    assert run(given) is True
-    assert all(map(torch.equal, targets, given)) and [c[2:] for c in driver_copies.calls] == [(48, 77), (40, 77)]
-    with pytest.raises(TypeError, match="a list of 3"):
-        run(given[:2])
-    with pytest.raises(TypeError, match="a tensor was expected"):
-        run([1, *given[1:]])
+def replay_of_a_copy(graph: Any, buffer: torch.Tensor) -> Any:
+    """A graph that copies argument 1 into `buffer`, and that into fresh memory."""
+    inputs = {1: graph.driver.copy(buffer, 0)}
+    run = native.graph_replay(graph.driver.handles, 0, inputs, [(graph.driver.copy(buffer, 8), buffer)])
+    assert run is not None
+    return run
 
 
-def test_results_are_copies_in_fresh_memory(driver_copies: Any) -> None:
-    sources = [torch.randn(3, 4).t(), torch.arange(5)]
-    run = driver_copies.copies.copy_out(sources)
-    one, two = run(), run()
-    for made in (one, two):
-        assert all(map(torch.equal, made, sources)) and made[0].stride() == sources[0].stride()
-    assert one[0].data_ptr() != two[0].data_ptr()
+def test_a_replay_copies_inputs_and_returns_fresh_results(graph: Any) -> None:
+    x, y = torch.randn(3, 4).t(), torch.randn(3, 4).t()
+    run = replay_of_a_copy(graph, torch.zeros(3, 4).t())
+    (one,), (two,) = run([None, x]), run([None, y])
+    assert torch.equal(one, x) and torch.equal(two, y) and one.stride() == x.stride()
+    assert one.data_ptr() != two.data_ptr()
 
 
-def test_copies_are_left_to_torch_on_another_device_and_refusals_are_raised(driver_copies: Any) -> None:
-    x = torch.ones(3)
-    copy_in, copy_out = driver_copies.copies.copy_in([x]), driver_copies.copies.copy_out([x])
-    driver_copies.device[0] = 1
-    assert copy_in([x]) is False and copy_out() is None and not driver_copies.calls
-    driver_copies.device[0], driver_copies.streams[0] = 0, 5
-    for refused in (lambda: copy_in([x]), copy_out):
-        with pytest.raises(RuntimeError, match="refuses a copy: error 700"):
-            refused()
+def test_an_address_is_set_only_when_it_changes(graph: Any) -> None:
+    x, run = torch.randn(5), replay_of_a_copy(graph, torch.zeros(5))
+    held = [run([None, x]) for _ in range(3)]
+    assert graph.driver.updates == 4 and all(torch.equal(r, x) for (r,) in held)  # the source once, each result
+
+
+def test_an_empty_tensor_needs_no_node(graph: Any) -> None:
+    none = native.CopyNode(0, bytes(16), 8)
+    run = native.graph_replay(graph.driver.handles, 0, {}, [(none, torch.empty(0, 3))])
+    assert run is not None and [r.shape for r in run([]) or ()] == [(0, 3)] and not graph.driver.updates
+
+
+def test_a_replay_does_nothing_on_another_device_or_with_a_refused_address(graph: Any) -> None:
+    x, run = torch.ones(3), replay_of_a_copy(graph, torch.zeros(3))
+    graph.device[0] = 1
+    assert run([None, x]) is None
+    graph.device[0], graph.driver.refused = 0, 1
+    assert run([None, x]) is None
+    graph.driver.refused = 0
+    assert torch.equal(run([None, x])[0], x)  # a refused address is set again
+
+
+def test_bad_arguments_and_failed_launches_raise(graph: Any) -> None:
+    run = replay_of_a_copy(graph, torch.zeros(3))
+    for wrong, error in (((), TypeError), ([1, 2], TypeError), ([torch.ones(3)], IndexError)):
+        with pytest.raises(error):
+            run(wrong)
+    graph.streams[0] = 5
+    with pytest.raises(RuntimeError, match="refuses to launch a graph: error 700"):
+        run([None, torch.ones(3)])
+    with pytest.raises(IndexError, match="no address lies there"):
+        native.graph_replay(graph.driver.handles, 0, {0: native.CopyNode(1, bytes(8), 4)}, [])

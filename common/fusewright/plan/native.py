@@ -8,7 +8,8 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -43,33 +44,33 @@ def device_launch(driver: int, errors: int) -> Any | None:
     return None if core is None else core.Device(driver, errors, _current_device(core), torch.uint8)
 
 
-class DeviceCopies:
-    """Copies on a GPU's current stream between tensors of one dense layout, by the driver's function at `address`
-    (cuMemcpyDtoDAsync, hipMemcpyDtoDAsync). See `copies.h` of the extension."""
+@dataclass(frozen=True)
+class CopyNode:
+    """A copy that a graph of the driver makes: its node (0: an empty tensor, nothing to copy), the node's parameters, and where in
+    them the address lies that each call sets."""
 
-    def __init__(self, core: Any, address: int, device: int) -> None:
-        self._core, self._how = core, (address, device, _current_device(core))
-
-    def copy_in(self, targets: Sequence[torch.Tensor]) -> Callable[[list[torch.Tensor]], bool]:
-        """A function that copies a list of tensors to these; False if another device is current."""
-        made: Callable[[list[torch.Tensor]], bool] = self._core.copy_in(*self._how, [(t.data_ptr(), _bytes(t)) for t in targets])
-        return made
-
-    def copy_out(self, sources: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor] | None]:
-        """A function that returns copies of these tensors, of the same layout; None if another device is current."""
-        told = [(t.data_ptr(), _bytes(t), tuple(t.shape), t.stride(), t.dtype) for t in sources]
-        made: Callable[[], list[torch.Tensor] | None] = self._core.copy_out(*self._how, told)
-        return made
+    node: int
+    parameters: bytes
+    offset: int
 
 
-def device_copies(address: int, device: int) -> DeviceCopies | None:
-    """Copies by the driver; None without the extension."""
+def graph_replay(
+    graph: tuple[int, int, int, int], device: int, inputs: Mapping[int, CopyNode],
+    results: Sequence[tuple[CopyNode, torch.Tensor]],
+) -> Callable[[list[Any]], list[torch.Tensor] | None] | None:  # fmt: skip
+    """A call of an instantiated graph that takes a list of arguments, copies those at the positions `inputs`, and returns tensors
+    like those in `results`, filled by the graph. It does nothing and returns None if another device is current or an address is
+    refused. `graph` holds the addresses of cuGraphLaunch and cuGraphExecMemcpyNodeSetParams, the graph and its context. None
+    without the extension. See `replay.h` of the extension."""
     core = extension()
-    return None if core is None else DeviceCopies(core, address, device)
-
-
-def _bytes(t: torch.Tensor) -> int:
-    return t.numel() * t.element_size()
+    if core is None:
+        return None
+    copied = [(k, astuple(c)) for k, c in inputs.items()]
+    returned = [(astuple(c), tuple(t.shape), t.stride(), t.dtype) for c, t in results]
+    made: Callable[[list[Any]], list[torch.Tensor] | None] = core.replay(
+        graph, device, _current_device(core), copied, returned
+    )
+    return made
 
 
 def _current_device(core: Any) -> Any:

@@ -3,9 +3,9 @@
 #include <pybind11/stl.h>
 
 #include "call_cache.h"
-#include "copies.h"
 #include "device.h"
 #include "launch.h"
+#include "replay.h"
 #include "tensor.h"
 #include "watch.h"
 
@@ -51,16 +51,18 @@ PYBIND11_MODULE(_core, m) {
   }), py::arg("device"), py::arg("stream"), py::arg("empty"));
   m.def("call_cache", [](const py::object& run, const py::object& trace, std::uintptr_t launch, std::uintptr_t encode,
                          const CurrentDevice& current) { return callable(call_cache(run.ptr(), trace.ptr(), {launch, encode}, current)); });
-  using Target = std::pair<std::int64_t, std::size_t>;
-  m.def("copy_in", [](std::uintptr_t copy, std::int64_t device, const CurrentDevice& current, std::vector<Target> targets) {
-    return callable(copy_in({copy, device, current}, std::move(targets)));
-  });
-  using Source = std::tuple<std::int64_t, std::size_t, py::object, py::object, py::object>;
-  m.def("copy_out", [](std::uintptr_t copy, std::int64_t device, const CurrentDevice& current, const std::vector<Source>& sources) {
-    std::vector<std::tuple<std::int64_t, std::size_t, PyObject*, PyObject*, PyObject*>> told;
-    for (const auto& [address, bytes, size, stride, dtype] : sources)
-      told.push_back({address, bytes, size.ptr(), stride.ptr(), dtype.ptr()});
-    return callable(copy_out({copy, device, current}, told));
+  using Node = std::tuple<std::uintptr_t, py::bytes, std::size_t>;
+  using Copied = std::vector<std::pair<Py_ssize_t, Node>>;
+  using Returned = std::vector<std::tuple<Node, py::object, py::object, py::object>>;
+  m.def("replay", [](std::tuple<std::uintptr_t, std::uintptr_t, std::uintptr_t, std::uintptr_t> graph, std::int64_t device,
+                     const CurrentDevice& current, const Copied& copied, const Returned& returned) {
+    auto node = [](const Node& n) { return CopyNode{std::get<0>(n), std::get<1>(n), std::get<2>(n)}; };
+    std::vector<Input> inputs;
+    for (const auto& [place, n] : copied) inputs.push_back({place, node(n)});
+    std::vector<Result> results;
+    for (const auto& [n, size, stride, dtype] : returned) results.push_back({node(n), size.ptr(), stride.ptr(), dtype.ptr()});
+    auto [launch, update, handle, context] = graph;
+    return callable(replay({launch, update, handle, context}, device, current, std::move(inputs), std::move(results)));
   });
   m.def("watch", [](const py::object& arguments, const std::vector<Py_ssize_t>& places, const std::vector<Py_ssize_t>& moving) {
     return callable(watch(arguments.ptr(), places, moving));

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
 import pytest
 import torch
 
-from fusewright.plan.replay.copies import CopiesIn, copier_out
+from fusewright.plan.replay.copies import MOST, CopiesIn, copier_out, record_with_copies
 
 LAYOUTS = {
     "dense": torch.randn(4, 6),
@@ -66,3 +69,76 @@ def test_results_are_copied_as_they_are_when_asked() -> None:
     (first,) = copy()
     t.fill_(2)
     assert first.tolist() == [1, 1, 1] and copy()[0].tolist() == [2, 2, 2]
+
+
+class Copying:
+    """A recorder of a function that runs at each replay; `asked` are the numbers of inputs and results that it copied itself."""
+
+    device_type = "cpu"
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, int]] = []
+
+    def stream(self, device: str) -> int:
+        return 0
+
+    def seconds(self, run: Callable[[], Any]) -> float:
+        return 1.0
+
+    def record(self, run: Callable[[], Any], warm: bool, shared: bool = True) -> tuple[Any, Callable[[], None]]:
+        results = run()
+
+        def again() -> None:
+            for old, new in zip(results, run(), strict=True):
+                old.copy_(new)
+
+        return results, again
+
+    def record_with_copies(
+        self, run: Callable[[], Any], warm: bool, shared: bool, inputs: Mapping[int, torch.Tensor],
+        returned: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]],
+    ) -> tuple[Any, Callable[[list[Any]], Any]]:  # fmt: skip
+        results, again = self.record(run, warm)
+        out = returned(results)
+        self.asked.append((len(inputs), len(out)))
+
+        def call(args: list[Any]) -> list[torch.Tensor]:
+            for k, buffer in inputs.items():
+                buffer.copy_(args[k])
+            again()
+            return [t.clone() for t in out]
+
+        return results, call
+
+
+@pytest.mark.parametrize(
+    "x, selected, draws, asked",
+    [
+        (torch.ones(3, 4), lambda a, b: [a, b], False, [(1, 2)]),
+        (torch.ones(3, 4), lambda a, b: [a, a[1:]], False, [(1, 0)]),  # they share memory, so torch copies them
+        (torch.ones(3, 4), lambda a, b: [a, b], True, []),  # torch sets the state of random numbers
+        (torch.ones(4).expand(3, 4), lambda a, b: [a], False, []),  # not dense
+    ],
+    ids=["itself", "aliases", "random", "gaps"],
+)
+def test_a_recorder_copies_what_is_dense_and_apart(x: torch.Tensor, selected: Any, draws: bool, asked: list[Any]) -> None:
+    recorder, copy_in = Copying(), CopiesIn([x], [0])
+    (given,) = copy_in.given([x])
+    _, call = record_with_copies(
+        recorder, lambda: (given + 1, given * 2), copy_in, lambda r: selected(*r), warm=True, shared=True, draws=draws
+    )
+    for value in (1.0, 5.0):
+        results = call([torch.full_like(x, value) if x.is_contiguous() else torch.full((4,), value).expand(3, 4)])
+        assert results is not None
+        for made, wanted in zip(results, selected(torch.full((3, 4), value + 1), torch.full((3, 4), value * 2)), strict=True):
+            assert torch.equal(made, wanted)
+    assert recorder.asked == asked
+
+
+def test_many_inputs_are_left_to_torch() -> None:
+    recorder, args = Copying(), [torch.ones(2) for _ in range(MOST + 1)]
+    copy_in = CopiesIn(args, range(len(args)))
+    given = copy_in.given(args)
+    _, call = record_with_copies(recorder, lambda: [sum(given)], copy_in, lambda r: r, warm=True, shared=True)
+    results = call([t * 2 for t in args])
+    assert results is not None and results[0].tolist() == [2 * len(args)] * 2 and not recorder.asked

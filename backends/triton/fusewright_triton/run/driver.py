@@ -44,7 +44,7 @@ class Driver:
         self.kind = kind
         self.lib = ctypes.CDLL(_library(kind))
         found = (getattr(self.lib, name) for name in _NAMES[kind])
-        self._load, self._function, self._launch, self._attribute, self._stream, self._copy, *self._capture = found
+        self._load, self._function, self._launch, self._attribute, self._stream, *self._capture = found
         uint, pointer = ctypes.c_uint, ctypes.c_void_p
         self._launch.argtypes = [pointer, *[uint] * 7, pointer, pointer, pointer]
 
@@ -95,13 +95,13 @@ class Driver:
         """Return the address of the launcher's function, for callers that do without ctypes."""
         return ctypes.cast(self._launch, ctypes.c_void_p).value or 0
 
-    def copy_address(self) -> int:
-        """Return the address of the function that copies between addresses of one device: to, from, bytes, stream."""
-        return ctypes.cast(self._copy, ctypes.c_void_p).value or 0
-
     def encode_address(self) -> int:
         """Return the address of the function that `describe` calls; 0 where there are no descriptors."""
-        return ctypes.cast(self.lib.cuTensorMapEncodeTiled, ctypes.c_void_p).value or 0 if self.kind == "cuda" else 0
+        return self.address("cuTensorMapEncodeTiled") if self.kind == "cuda" else 0
+
+    def address(self, name: str) -> int:
+        """Return the address of one of the driver's functions."""
+        return ctypes.cast(getattr(self.lib, name), ctypes.c_void_p).value or 0
 
     def relaunch(self, name: str, *arguments: Any) -> None:
         """Retry a launch that failed. Raise `DriverError` when it fails again."""
@@ -153,11 +153,11 @@ def encoding(
 _NAMES = {
     "cuda": (
         "cuModuleLoadData", "cuModuleGetFunction", "cuLaunchKernel", "cuFuncSetAttribute", "cuStreamCreate",
-        "cuMemcpyDtoDAsync_v2", "cuStreamEndCapture", "cuGraphDestroy", "cuStreamBeginCapture_v2",
+        "cuStreamEndCapture", "cuGraphDestroy", "cuStreamBeginCapture_v2",
     ),
     "hip": (
         "hipModuleLoadData", "hipModuleGetFunction", "hipModuleLaunchKernel", "hipFuncSetAttribute", "hipStreamCreateWithFlags",
-        "hipMemcpyDtoDAsync", "hipStreamEndCapture", "hipGraphDestroy", "hipStreamBeginCapture",
+        "hipStreamEndCapture", "hipGraphDestroy", "hipStreamBeginCapture",
     ),
 }  # fmt: skip
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from fusewright import machine
 from fusewright.plan import native
-from fusewright_triton.run import memsets
-from fusewright_triton.run.driver import driver
-from fusewright_triton.run.launch import errors
+from fusewright_triton.run import graph_copies, memsets
+from fusewright_triton.run.launch import Errors, errors
 from fusewright_triton.run.streams import Pool, side_of
 
 REPEATS = 10
@@ -52,15 +51,46 @@ class Graphs:
         """See `PoolingRecorder.pool`."""
         return Pool()
 
-    def copies(self) -> native.DeviceCopies | None:
-        """See `CopyingRecorder.copies`."""
-        d = driver("cuda" if torch.version.hip is None else "hip")
-        return native.device_copies(d.copy_address(), torch.cuda.current_device())
-
     def record(
         self, run: Callable[[], Sequence[torch.Tensor]], warm: bool, shared: bool | Pool = True
     ) -> tuple[Sequence[torch.Tensor], Callable[[], None]]:
         """See `Recorder.record`; works on the current device. Warming up loads kernels, which a capture cannot."""
+        graph, results = self._captured(run, warm, shared)
+        reports, replay = errors(), graph.replay
+
+        def again() -> None:
+            reports.check()
+            replay()
+
+        return results, again
+
+    def record_with_copies(
+        self, run: Callable[[], Sequence[torch.Tensor]], warm: bool, shared: bool, inputs: Mapping[int, torch.Tensor],
+        returned: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]],
+    ) -> tuple[Sequence[torch.Tensor], Callable[[list[Any]], Sequence[torch.Tensor] | None]] | None:  # fmt: skip
+        """See `CopyingRecorder.record_with_copies`. Torch's own replay would set the state of random numbers too."""
+        if torch.version.hip is not None or native.extension() is None:
+            return None
+        copied: dict[int, native.CopyNode] = {}
+        made: list[tuple[native.CopyNode, torch.Tensor]] = []
+
+        def copying() -> Sequence[torch.Tensor]:
+            copied.update(graph_copies.copy_in(inputs))
+            results = run()
+            made[:] = graph_copies.copy_out(returned(results))
+            return results
+
+        graph, results = self._captured(copying, warm, shared, warming=run)
+        handles = (*graph_copies.functions(), graph.raw_cuda_graph_exec(), graph_copies.context())
+        call = native.graph_replay(handles, torch.cuda.current_device(), copied, made)
+        assert call is not None
+        return results, functools.partial(_again, (graph, inputs, made), errors(), call)
+
+    def _captured(
+        self, run: Callable[[], Sequence[torch.Tensor]], warm: bool, shared: bool | Pool,
+        warming: Callable[[], Any] | None = None,
+    ) -> tuple[torch.cuda.CUDAGraph, Sequence[torch.Tensor]]:  # fmt: skip
+        """Capture `run` on the side stream, after a run of `warming` (default: the same) if `warm`."""
         current = torch.cuda.current_stream()
         side = side_of(current)
         pool = shared if isinstance(shared, Pool) else side.pool if shared else Pool()
@@ -69,7 +99,7 @@ class Graphs:
         graph = torch.cuda.CUDAGraph(keep_graph=cuda)
         with side.beside(current):
             if warm:
-                _warm_up(run)
+                _warm_up(warming or run)
             torch.cuda.synchronize()
             with side.capturing(graph, pool=pool.handle()):
                 results = run()
@@ -77,13 +107,7 @@ class Graphs:
             memsets.as_kernels(graph.raw_cuda_graph(), current.device_index)
             graph.instantiate()
         pool.graphs.add(graph)
-        reports, replay = errors(), graph.replay
-
-        def again() -> None:
-            reports.check()
-            replay()
-
-        return results, again
+        return graph, results
 
     def seconds(self, run: Callable[[], Any]) -> float:
         """Return the best time of a few calls, each between two events with nothing queued before it."""
@@ -98,6 +122,14 @@ class Graphs:
         end.record()
         torch.cuda.synchronize()
         return float(start.elapsed_time(end)) / 1e3
+
+
+def _again(
+    memory: object, reports: Errors, call: Callable[[list[Any]], list[torch.Tensor] | None], args: list[Any]
+) -> list[torch.Tensor] | None:
+    """Launch a graph by its handle and addresses, which are valid as long as `memory`."""
+    reports.check()
+    return call(args)
 
 
 def _warm_up(run: Callable[[], Any]) -> None:

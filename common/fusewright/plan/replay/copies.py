@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
 from fusewright.interface import CopyingRecorder, Recorder
 
-FEW = 3
-"""Tensors that are copied one by one, which takes the host 4 us each; torch's copy of a list takes 12."""
+MOST = 8
+"""Inputs, and results, that a recording copies itself. Each takes the device a microsecond or two, and torch's copy of a list one
+kernel, but the host 12 us."""
+
+Call = Callable[[list[Any]], Sequence[torch.Tensor] | None]
+"""Run a recording for a list of arguments. Returns copies of its results; None, with nothing done, where it cannot run now."""
 
 
 class CopiesIn:
     """Buffers with the shapes and strides of the arguments at `places`; each call fills them, those of one type in one call:
     torch copies lists of mixed types one tensor at a time."""
 
-    def __init__(self, args: Sequence[Any], places: Iterable[int], recorder: Recorder | None = None) -> None:
+    def __init__(self, args: Sequence[Any], places: Iterable[int]) -> None:
         self.buffers: dict[int, torch.Tensor] = {}
         self._flat: set[int] = set()
-        self._all: list[int] = []
-        self._copy_all: Callable[[list[Any]], bool] = lambda _: False
         kinds: dict[Any, tuple[list[int], list[torch.Tensor]]] = {}
         for k in places:
             x = args[k]
@@ -35,17 +37,12 @@ class CopiesIn:
             copies[0].append(k)
             copies[1].append(target)
         self._kinds = list(kinds.values())
-        faster = None if self._flat else _copies(recorder, self.buffers.values())
-        if faster is not None:
-            self._copy_all, self._all = faster.copy_in(list(self.buffers.values())), list(self.buffers)
 
     def given(self, args: Sequence[Any]) -> list[Any]:
         """The arguments with the buffers substituted."""
         return [self.buffers.get(k, x) for k, x in enumerate(args)]
 
     def __call__(self, args: Sequence[Any]) -> None:
-        if self._copy_all([args[k] for k in self._all]):
-            return
         for places, targets in self._kinds:
             sources = [flat(args[k]) if k in self._flat else args[k] for k in places]
             if len(sources) == 1:
@@ -54,22 +51,58 @@ class CopiesIn:
                 torch._foreach_copy_(targets, sources)
 
 
-def copier_out(tensors: Sequence[torch.Tensor], recorder: Recorder | None = None) -> Callable[[], list[torch.Tensor]]:
+def record_with_copies(
+    recorder: Recorder, run: Callable[[], Sequence[torch.Tensor]], copy_in: CopiesIn,
+    returned: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]], *, warm: bool, shared: bool, draws: bool = False,
+) -> tuple[Sequence[torch.Tensor], Call]:  # fmt: skip
+    """Record `run`, which `draws` random numbers or does not, with copies of its inputs and of what `returned` selects of its
+    results, by the recorder itself where it can. Return the results and the call."""
+    if not draws and isinstance(recorder, CopyingRecorder) and _simple(list(copy_in.buffers.values()), recorder):
+        selected: list[torch.Tensor] = []
+
+        def simple(results: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+            selected[:] = returned(results)
+            return selected if _simple(selected, recorder) else ()
+
+        made = recorder.record_with_copies(run, warm, shared, copy_in.buffers, simple)
+        if made is not None:
+            results, call = made
+            if _simple(selected, recorder):
+                return results, call
+            copy_out = copier_out(selected)
+            return results, lambda args: None if call(args) is None else copy_out()
+    results, replay = recorder.record(run, warm=warm) if shared else recorder.record(run, warm=warm, shared=False)
+    return results, around(copy_in, replay, copier_out(returned(results)))
+
+
+def around(copy_in: CopiesIn, replay: Callable[[], None], copy_out: Callable[[], list[torch.Tensor]]) -> Call:
+    """A replay between copies of inputs and results."""
+
+    def call(args: list[Any]) -> list[torch.Tensor]:
+        copy_in(args)
+        replay()
+        return copy_out()
+
+    return call
+
+
+def copier_out(tensors: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
     """Return a function that copies these tensors at the time of its call. Copies have the same strides, and share memory where
     the tensors do."""
-    storages = {t.untyped_storage().data_ptr() for t in tensors}
-    if len(storages) == len(tensors) and all(t.clone().stride() == t.stride() for t in tensors):
-        faster = _copies(recorder, tensors)
-        by_driver = (lambda: None) if faster is None else faster.copy_out(tensors)
-        return lambda: by_driver() or [t.clone() for t in tensors]
+    if _apart(tensors):
+        return lambda: [t.clone() for t in tensors]
     return lambda: copied_out(tensors)
 
 
-def _copies(recorder: Recorder | None, tensors: Collection[torch.Tensor]) -> Any | None:
-    """The recorder's own copies, for few tensors of its device: more are copied by fewer kernels of torch's."""
-    if not isinstance(recorder, CopyingRecorder) or not 0 < len(tensors) <= FEW:
-        return None
-    return recorder.copies() if all(t.device.type == recorder.device_type for t in tensors) else None
+def _apart(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether tensors are dense and share no memory, so that they are copied one by one."""
+    storages = {t.untyped_storage().data_ptr() for t in tensors}
+    return len(storages) == len(tensors) and all(torch.empty_like(t, device="meta").stride() == t.stride() for t in tensors)
+
+
+def _simple(tensors: Sequence[torch.Tensor], recorder: Recorder) -> bool:
+    """Whether a recorder may copy these tensors itself."""
+    return len(tensors) <= MOST and all(t.device.type == recorder.device_type for t in tensors) and _apart(tensors)
 
 
 def flat(t: torch.Tensor) -> torch.Tensor:

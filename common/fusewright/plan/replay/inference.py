@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from fusewright.plan.execute import codegen
 from fusewright.plan.execute.prepare import Prepared, picker, watch
 from fusewright.plan.ir import Instruction, Ref, Run, reads
 from fusewright.plan.memory import roots_of, storage_bytes
-from fusewright.plan.replay.copies import CopiesIn, copier_out
+from fusewright.plan.replay.copies import Call, CopiesIn, around, copier_out, record_with_copies
 from fusewright.plan.replay.obstacles import FEWEST, communicates, obstacle, passed_on, plan_device, written_inputs
 from fusewright.plan.replay.pieces import Pieces, communicating, no_pieces
 from fusewright.plan.replay.recording import Recorded, shown
@@ -161,17 +162,9 @@ class _Recording:
     stream: Hashable
     same: Callable[[list[Any]], bool]
     prepared: Prepared | None
-    replay: Callable[[], None]
-    copy_in: CopiesIn
+    call: Call
     rest: Sequence[torch.Tensor]
-    copy_out: Callable[[], list[torch.Tensor]]
     uses: int = 0
-
-    def issue(self, args: list[Any]) -> _Recording:
-        """Start the work of a call."""
-        self.copy_in(args)
-        self.replay()
-        return self
 
 
 class Replayed(Recorded[_Recording]):
@@ -188,6 +181,7 @@ class Replayed(Recorded[_Recording]):
         self._tail = codegen.load(self.parts.tail, kernels) if self.parts.tail else None
         self._fixed = picker(self.parts.fixed)
         self._passed = passed_on(plan)
+        self._all_early = len(self.parts.early) == len(plan.outputs)
         self._weights = [plan.inputs.index(i) for i in plan.prepare_inputs]
         self._prepare_inputs = picker(self._weights)
         self._writes = bool(written_inputs(plan))
@@ -197,9 +191,9 @@ class Replayed(Recorded[_Recording]):
 
     def _recording_for(self, stream: Hashable, args: list[Any]) -> _Recording | None:
         r = self._last
-        if r is not None and r.stream == stream and self._holds(r, args):
-            return r.issue(args)
-        return self._anew(stream, args)
+        if r is None or r.stream != stream or not self._holds(r, args):
+            r = self._last = self._found(stream, args)
+        return r
 
     def _holds(self, r: _Recording, args: list[Any]) -> bool:
         """Whether a recording may be replayed for these arguments: with many weights, most of the host's time before a replay."""
@@ -207,12 +201,8 @@ class Replayed(Recorded[_Recording]):
             return r.same(args)
         return bool(r.prepared.alive) and r.same(args) and r.prepared.same_content(self._prepare_inputs(args))
 
-    def _anew(self, stream: Hashable, args: list[Any]) -> _Recording | None:
-        """Find or make the recording for these arguments and replay it; None to run the plain plan."""
-        r = self._last = self._found(stream, args)
-        return r.issue(args) if r is not None else None
-
     def _found(self, stream: Hashable, args: list[Any]) -> _Recording | None:
+        """Find or make the recording for these arguments; None to run the plain plan."""
         prepared = self.cache.prepared(self._prepare_inputs(args)) if self.cache is not None else None
         key = (stream, *map(torch.Tensor.data_ptr, self._fixed(args)))
         found = self._recordings.get(key)
@@ -220,11 +210,15 @@ class Replayed(Recorded[_Recording]):
             return self._recorded(key, args, prepared)
         return found
 
-    def _results(self, r: _Recording, args: list[Any]) -> tuple[Any, ...]:
-        """The results of an issued replay for the caller."""
+    def _results(self, r: _Recording, args: list[Any]) -> tuple[Any, ...] | None:
+        made = r.call(args)
+        if made is None:
+            return None
         r.uses += 1
+        if self._all_early:
+            return tuple(made)
         late = self._tail([*[args[k] for k in self.parts.tail_places], *r.rest]) if self._tail is not None else ()
-        early = iter(r.copy_out())
+        early = iter(made)
         results = []
         for k, o in enumerate(self.plan.outputs):
             if k in self.parts.late:
@@ -272,7 +266,7 @@ class Replayed(Recorded[_Recording]):
 
             return run
 
-        ways = (lambda: self.run(list(args)), lambda: self._results(made.issue(args), args))
+        ways = (lambda: self.run(list(args)), lambda: self._results(made, args) or ())
         plain, replayed = (self.recorder.seconds(noting(w, k)) for w, k in zip(ways, kinds, strict=True))
         if kinds[0] != kinds[1]:
             return OTHER_TENSORS
@@ -281,23 +275,32 @@ class Replayed(Recorded[_Recording]):
     def _record(self, stream: Hashable, args: list[Any], prepared: Prepared | None) -> _Recording:
         constants = prepared.values if prepared is not None else ()
         with torch.inference_mode(False), torch.no_grad():
-            copy_in = CopiesIn(args, self.parts.copied, self.recorder)
-            given = copy_in.given(args)
+            copy_in = CopiesIn(args, self.parts.copied)
+            given, by_id = [*copy_in.given(args), *constants], dict(zip(self.plan.prepare_outputs, constants, strict=True))
+
+            def returned(kept: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+                by_id.update(zip(self.parts.kept, kept, strict=True))
+                return [by_id[v] for v in self.parts.early]
+
             if self._pieces is not None:
-                kept, replay = self._pieces.record(self.recorder, [*given, *constants], shared=True)
+                kept, replay = self._pieces.record(self.recorder, given, shared=True)
+                call = around(copy_in, replay, copier_out(returned(kept)))
             else:  # a warm-up runs the head, so skip it if that would write into inputs
-                kept, replay = self.recorder.record(lambda: self._head([*given, *constants]), warm=not self._writes)
-            by_id = dict(zip((*self.plan.prepare_outputs, *self.parts.kept), (*constants, *kept), strict=True))
-            copy_out = copier_out([by_id[v] for v in self.parts.early], self.recorder)
+                head, warm = partial(_run, self._head, given), not self._writes
+                _, call = record_with_copies(self.recorder, head, copy_in, returned, warm=warm, shared=True)
         rest = [by_id[v] for v in self.parts.tail_rest]
         weights = self._weights if prepared is not None else ()
         same = watch(args, weights, set(self.parts.fixed).difference(weights))
-        return _Recording(stream, same, prepared, shown(replay, self.plan), copy_in, rest, copy_out)
+        return _Recording(stream, same, prepared, shown(call, self.plan), rest)
 
     def _give_up(self, why: str) -> None:
         super()._give_up(why)
         self._recordings.clear()
         self._last = None
+
+
+def _run(run: Run, args: Sequence[Any]) -> Any:
+    return run(list(args))
 
 
 def _kind(result: Any) -> Any:

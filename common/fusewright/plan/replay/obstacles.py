@@ -128,6 +128,12 @@ def _unrecordable(i: Instruction, specs: Mapping[int, TensorSpec], training: boo
     return None
 
 
+def draws(plan: Plan) -> bool:
+    """Whether a plan draws random numbers."""
+    calls = ((operator_of(i.target), i) for i in plan.instructions if isinstance(i, Call))
+    return any(o is not None and ops.call_draws(o, i.args, dict(i.kwargs)) for o, i in calls)
+
+
 def _by_positions(i: Call, specs: Mapping[int, TensorSpec]) -> bool:
     """Whether this is an `index` by positions alone, with one element each; a mask selects a data-dependent number."""
     if i.target != "aten::index.Tensor":

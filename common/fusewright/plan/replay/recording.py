@@ -7,9 +7,10 @@ import contextlib
 import functools
 import logging
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Generic, TypeVar
 
+import torch
 from torch.profiler import record_function
 
 from fusewright import _torch_compat as compat
@@ -17,24 +18,25 @@ from fusewright.interface import Recorder
 from fusewright.plan.build import Plan
 from fusewright.plan.ir import Run
 from fusewright.plan.labels import replay_label
+from fusewright.plan.replay.copies import Call
 
 log = logging.getLogger("fusewright")
 
 R = TypeVar("R")
 
 
-def shown(replay: Callable[[], None], plan: Plan) -> Callable[[], None]:
-    """Wrap `replay` in a profiler range of its own."""
+def shown(call: Call, plan: Plan) -> Call:
+    """Wrap the call of a recording in a profiler range of its own."""
 
     @functools.cache
     def label() -> str:
         return replay_label(plan)
 
-    def run() -> None:
+    def run(args: list[Any]) -> Sequence[torch.Tensor] | None:
         if not compat.profiling():
-            return replay()
+            return call(args)
         with record_function(label()):
-            return replay()
+            return call(args)
 
     return run
 
@@ -53,11 +55,11 @@ class Recorded(abc.ABC, Generic[R]):
             return self.run(args)
         with self._lock:
             found = self._recording_for(stream, args)
-            if found is None:
+            results = self._results(found, args) if found is not None else None
+            if results is None:
                 return self.run(args)
-            result = self._results(found, args)
         args.clear()
-        return result
+        return results
 
     def on_device(self) -> contextlib.AbstractContextManager[Any]:
         """A context for recording and measuring, in which the plan's device is current, if the recorder supports it."""
@@ -69,8 +71,8 @@ class Recorded(abc.ABC, Generic[R]):
         """A recording for these arguments, made now if needed; None to run the plain plan."""
 
     @abc.abstractmethod
-    def _results(self, r: R, args: list[Any]) -> tuple[Any, ...]:
-        """The results of a replay for the caller."""
+    def _results(self, r: R, args: list[Any]) -> tuple[Any, ...] | None:
+        """Replay, and return the results for the caller; None to run the plain plan."""
 
     def _give_up(self, why: str) -> None:
         """Run the plain plan from now on."""

@@ -25,9 +25,9 @@ from fusewright.plan.execute import codegen
 from fusewright.plan.execute.opaque import mismatch
 from fusewright.plan.ir import Ref, Run, reads
 from fusewright.plan.memory import roots_of
-from fusewright.plan.replay.copies import CopiesIn, copied_out
+from fusewright.plan.replay.copies import Call, CopiesIn, around, copied_out, record_with_copies
 from fusewright.plan.replay.inference import OTHER_TENSORS, written_places
-from fusewright.plan.replay.obstacles import obstacle, plan_device
+from fusewright.plan.replay.obstacles import draws, obstacle, plan_device
 from fusewright.plan.replay.pieces import Pieces, communicating, no_pieces
 from fusewright.plan.replay.recording import Recorded, shown
 
@@ -77,9 +77,8 @@ class Handover:
 class _Recording:
     """`storages` are (identity, reference count when nobody else holds them)."""
 
-    replay: Callable[[], None]
+    call: Call
     kept: Sequence[torch.Tensor]
-    copy_in: CopiesIn
     storages: Sequence[tuple[Any, int]]
     uses: int = 0
 
@@ -113,6 +112,8 @@ class Retained(Recorded[_Recording]):
         wanted = dict.fromkeys(o.id for o in plan.outputs if isinstance(o, Ref) and o.id in made)
         self._kept = {v: k for k, v in enumerate(wanted)}
         self._given = {i: k for k, i in enumerate(plan.inputs)}
+        self._own = [o.id for o in plan.outputs[: self.copies] if isinstance(o, Ref) and o.id in self._kept]
+        self._draws = draws(plan)
         body = replace(plan, outputs=tuple(map(Ref, wanted)))
         self._pieces = Pieces(body, kernels) if communicating(plan) else None
         self._body = codegen.load(body, kernels) if self._pieces is None else run
@@ -198,12 +199,12 @@ class Retained(Recorded[_Recording]):
         """Whether somebody still holds results of the last replay."""
         return any(compat.storage_uses(s) > count for s, count in r.storages)
 
-    def _results(self, r: _Recording, args: list[Any]) -> tuple[Any, ...]:
+    def _results(self, r: _Recording, args: list[Any]) -> tuple[Any, ...] | None:
+        made = r.call(args)
+        if made is None:
+            return None
         r.uses += 1
-        r.copy_in(args)
-        r.replay()
-        own = [o.id for o in self.plan.outputs[: self.copies] if isinstance(o, Ref) and o.id in self._kept]
-        copies = dict(zip(own, copied_out([r.kept[self._kept[v]] for v in own]), strict=True))
+        copies = dict(zip(self._own, made, strict=True))
         return tuple(self._result(o, k < self.copies, copies, r, args) for k, o in enumerate(self.plan.outputs))
 
     def _result(self, o: Any, own: bool, copies: Mapping[int, torch.Tensor], r: _Recording, args: list[Any]) -> Any:
@@ -220,8 +221,8 @@ class Retained(Recorded[_Recording]):
         fixed = set(self._places or ())
         try:
             with torch.inference_mode(False), torch.no_grad(), self.on_device():
-                copy_in = CopiesIn(args, sorted(set(self._used) - fixed), self.recorder)
-                kept, again = self._recorded_body(copy_in.given(args))
+                copy_in = CopiesIn(args, sorted(set(self._used) - fixed))
+                kept, call = self._recorded_body(copy_in, copy_in.given(args))
             if any(mismatch(t, self.plan.specs[v]) for v, t in zip(self._kept, kept, strict=True)):
                 self._give_up(OTHER_TENSORS)
                 return None
@@ -233,13 +234,22 @@ class Retained(Recorded[_Recording]):
         storages = list({compat.storage_id(t): t.untyped_storage() for t in mine}.values())
         uses = [(s, compat.storage_uses(s)) for s in storages]
         self.tell(f"replayed, {len(self.plan.instructions)} instructions")
-        return _Recording(shown(again, self.plan), kept, copy_in, uses)
+        return _Recording(shown(call, self.plan), kept, uses)
 
-    def _recorded_body(self, given: list[Any]) -> tuple[Sequence[torch.Tensor], Callable[[], None]]:
+    def _recorded_body(self, copy_in: CopiesIn, given: list[Any]) -> tuple[Sequence[torch.Tensor], Call]:
         """Only the recording may hold what forward saved, which is among the arguments."""
         if self._pieces is not None and isinstance(self.recorder, PoolingRecorder):
-            return self._pieces.record(self.recorder, given, self.recorder.pool())
-        return self.recorder.record(partial(self._run_body, given), warm=False, shared=False)
+            kept, replay = self._pieces.record(self.recorder, given, self.recorder.pool())
+            own = self._returned(kept)
+            return kept, around(copy_in, replay, lambda: copied_out(own))
+        body = partial(self._run_body, given)
+        return record_with_copies(
+            self.recorder, body, copy_in, self._returned, warm=False, shared=False, draws=self._draws
+        )
+
+    def _returned(self, kept: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What is copied out for the caller."""
+        return [kept[self._kept[v]] for v in self._own]
 
     def _run_body(self, given: list[Any]) -> Any:
         return self._body(list(given))
