@@ -6,9 +6,11 @@ Everything is imported on first use: `import fusewright` must not import Dynamo.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import json
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -420,24 +422,6 @@ def assuming_nothing(fake: Any) -> Iterator[None]:
         raise SizesAssumed(", ".join(str(g.expr) for g in env.guards[before:]))
 
 
-METADATA_OPS = frozenset(
-    getattr(torch.ops.aten, name).default
-    for name in (
-        "sym_size",
-        "sym_stride",
-        "sym_numel",
-        "sym_storage_offset",
-        "size",
-        "stride",
-        "numel",
-        "dim",
-        "is_contiguous",
-    )
-    if hasattr(getattr(torch.ops.aten, name, None), "default")
-)
-"""ATen overloads that only read metadata."""
-
-
 def dispatch_mode(handler: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> Any:
     """A context manager under which every ATen call goes through `handler(op, args, kwargs)`, below autograd and
     autocast.
@@ -735,6 +719,28 @@ def clear_workspaces() -> None:
     torch._C._cuda_clearCublasWorkspaces()
 
 
+def tensor_queries() -> tuple[int, int, int]:
+    """Torch's functions for a tensor's address and version, by address: `int aoti_torch_get_data_ptr(at::Tensor*, void**)` and
+    `int64_t at::TensorBase::_version() const`; then the offset in a Python tensor of its `at::Tensor`, a pointer that `_cdata` is
+    too. Zeros where they are missing or differ from what Python says."""
+    name = {"win32": "torch_cpu.dll", "darwin": "libtorch_cpu.dylib"}.get(sys.platform, "libtorch_cpu.so")
+    try:
+        lib = ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", name))
+        address, version = lib.aoti_torch_get_data_ptr, lib._ZNK2at10TensorBase8_versionEv
+    except (OSError, AttributeError):
+        return 0, 0, 0
+    version.restype, found = ctypes.c_int64, ctypes.c_void_p()
+    with without_modes(), torch.inference_mode(False):  # the first call may come while a graph is traced
+        probes = [torch.zeros(1, device="cpu").zero_(), torch.nn.Parameter(torch.zeros(1, device="cpu"))]
+    for offset in range(object.__basicsize__, torch.Tensor.__basicsize__, 8):
+        places = [ctypes.c_void_p(id(t) + offset) for t in probes]
+        if all(ctypes.c_uint64.from_address(p.value or 0).value == t._cdata for t, p in zip(probes, places, strict=True)):
+            told = [(address(p, ctypes.byref(found)), found.value, version(p)) for p in places]
+            first, second = (ctypes.cast(f, ctypes.c_void_p).value or 0 for f in (address, version))
+            return (first, second, offset) if told == [(0, t.data_ptr(), t._version) for t in probes] else (0, 0, 0)
+    return 0, 0, 0
+
+
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 """The index of the current GPU, without a Python frame."""
 
@@ -786,14 +792,3 @@ def aot_inductor() -> Any:
     import torch._inductor
 
     return torch._inductor
-
-
-def inductor_calls(call: Callable[[], Any], rounds: int) -> list[list[tuple[str, float]]]:
-    """What runs in each call of an Inductor graph on the host: names of kernels and operators, with seconds, in order."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        for _ in range(rounds):
-            call()
-    graphs = [e for e in profile.events() or () if e.name.startswith("## Call CompiledFxGraph")]
-    graphs.sort(key=lambda e: e.time_range.start)
-    children = [sorted(g.cpu_children, key=lambda e: e.time_range.start) for g in graphs]
-    return [[(e.name, e.time_range.elapsed_us() * 1e-6) for e in of] for of in children]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import struct
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from fusewright import _torch_compat
 from fusewright.cache.tune import Tuner
@@ -41,6 +44,13 @@ def core() -> Any:
 
 def _moved(w: torch.Tensor) -> None:
     w.data = w.data.clone()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks up a C++ name; Python answers elsewhere")
+@pytest.mark.parametrize("around", [contextlib.nullcontext, torch.inference_mode, FakeTensorMode, lambda: torch.device("meta")])
+def test_torchs_own_queries_are_found_whatever_mode_is_on(around: Any) -> None:
+    with around():
+        assert all(_torch_compat.tensor_queries())
 
 
 CHANGES: dict[str, Callable[[torch.Tensor], Any]] = {

@@ -30,6 +30,14 @@ _PARTS: dict[Any, Any] = {
 """Views of a part of a tensor, and what puts a value there; None for a view of all of it."""
 
 
+_METADATA_OPS = frozenset(
+    getattr(torch.ops.aten, name).default
+    for name in "sym_size sym_stride sym_numel sym_storage_offset size stride numel dim is_contiguous".split()
+    if hasattr(getattr(torch.ops.aten, name, None), "default")
+)
+"""Overloads that only read metadata."""
+
+
 class UnsupportedCapture(Exception):
     """Why the direct capture might be wrong for a graph."""
 
@@ -232,7 +240,7 @@ class _Recorder(Interpreter):
         result = func(*args, **kwargs)
         if written is not None and not _same_type(result, written, strides=whole is None):
             raise UnsupportedCapture(f"{func} in place would change a type")
-        if func.namespace == "prim" or func in compat.METADATA_OPS:
+        if func.namespace == "prim" or func in _METADATA_OPS:
             return result
         new_args, new_kwargs = torch.fx.node.map_aggregate((args, kwargs), self._as_argument)
         node = self.out.call_function(func, new_args, new_kwargs)

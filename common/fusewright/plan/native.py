@@ -93,7 +93,7 @@ def call_cache(run: Callable[..., Any], trace: Callable[..., Any], launch: int, 
 def _load() -> tuple[Any | None, str | None]:
     try:
         module = importlib.import_module(_EXTENSION)
-        module.bind_tensors(torch.Tensor, torch.nn.Parameter, without_memory)
+        module.bind_tensors(torch.Tensor, torch.nn.Parameter, without_memory, compat.tensor_queries())
     except ModuleNotFoundError as e:
         if e.name not in (_EXTENSION, _EXTENSION.partition(".")[0]):
             raise

@@ -222,7 +222,7 @@ def _inductor(
             call()
         if Clock(subject.asked.device).asynchronous:
             return {"inductor": call}, "its kernels are told apart on the host only"
-        runs = compat.inductor_calls(call, INDUCTOR_ROUNDS)
+        runs = peers.profiled(call, INDUCTOR_ROUNDS)
     except Exception as e:  # the page is about us, whatever prevents Inductor from running
         return {}, f"Inductor failed: {type(e).__name__}: {printable(e)[:300]}"
     phases = list(others)

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from fusewright.bench.device import Clock
 from fusewright.graph.view import last_line
 from fusewright.interface import HOST
@@ -68,7 +70,7 @@ def pieces(reports: Sequence[GraphReport], phase: str, rounds: int) -> list[Piec
 def inductor(
     calls: Sequence[Sequence[tuple[str, float]]], told: Sequence[Mapping[str, Sequence[str]]], rounds: int
 ) -> list[Piece]:
-    """Inductor's kernels: what ran in each call of one of its graphs (`compat.inductor_calls`), and the sources of each graph's
+    """Inductor's kernels: what ran in each call of one of its graphs (`profiled`), and the sources of each graph's
     kernels (`compat.inductor_provenance`). Kernels with the same name are matched in order."""
     found: dict[tuple[str, tuple[str, ...]], Piece] = {}
     for at, call in enumerate(calls):
@@ -84,6 +86,17 @@ def inductor(
     for piece in found.values():
         piece.runs = max(1, round(piece.runs / rounds))
     return list(found.values())
+
+
+def profiled(call: Callable[[], Any], rounds: int) -> list[list[tuple[str, float]]]:
+    """What runs in each call of an Inductor graph on the host: names of kernels and operators, with seconds, in order."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        for _ in range(rounds):
+            call()
+    graphs = [e for e in profile.events() or () if e.name.startswith("## Call CompiledFxGraph")]
+    graphs.sort(key=lambda e: e.time_range.start)
+    children = [sorted(g.cpu_children, key=lambda e: e.time_range.start) for g in graphs]
+    return [[(e.name, e.time_range.elapsed_us() * 1e-6) for e in of] for of in children]
 
 
 def _readable(name: str) -> str:

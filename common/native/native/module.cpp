@@ -39,8 +39,10 @@ class Device {
 
 PYBIND11_MODULE(_core, m) {
   m.attr("Call") = py::reinterpret_steal<py::object>(make_type());
-  m.def("bind_tensors", [](const py::object& tensor_class, const py::object& parameter_class, const py::object& without_memory) {
-    if (!bind_tensors(tensor_class.ptr(), parameter_class.ptr(), without_memory.ptr())) throw py::error_already_set();
+  m.def("bind_tensors", [](const py::object& tensor_class, const py::object& parameter_class, const py::object& without_memory,
+                           const Queries& queries) {
+    if (!bind_tensors(tensor_class.ptr(), parameter_class.ptr(), without_memory.ptr(), queries))
+      throw py::error_already_set();
   });
   m.def("launch", [](std::uintptr_t kernel, std::vector<std::int32_t> places) {
     return callable(launch(kernel, std::move(places)));

@@ -41,6 +41,13 @@ struct Member {
 
 Member data_ptr, version, get_device, dtype, shape, stride;
 
+// Torch's own functions, if they can be called, and where in a Python tensor their argument lies.
+int (*own_address)(void*, void**) = nullptr;
+std::int64_t (*own_version)(const void*) = nullptr;
+std::size_t inside = 0;
+
+void* cpp_tensor(PyObject* tensor) { return reinterpret_cast<char*>(tensor) + inside; }
+
 // Append a tuple of integers, and take it.
 bool append(PyObject* sizes, std::vector<std::int64_t>* words) {
   bool good = sizes && PyTuple_Check(sizes);
@@ -61,7 +68,7 @@ bool refuse(PyObject* x) {
 
 }  // namespace
 
-bool bind_tensors(PyObject* tensor_class, PyObject* parameter_class, PyObject* without_memory) {
+bool bind_tensors(PyObject* tensor_class, PyObject* parameter_class, PyObject* without_memory, const Queries& queries) {
   if (!PyType_Check(tensor_class)) {
     PyErr_SetString(PyExc_TypeError, "the class of tensors was expected");
     return false;
@@ -69,6 +76,9 @@ bool bind_tensors(PyObject* tensor_class, PyObject* parameter_class, PyObject* w
   nothing = PyTuple_New(0);
   if (!nothing) return false;
   Py_INCREF(tensor_class), Py_INCREF(parameter_class), Py_INCREF(without_memory);
+  auto [address, counter, offset] = queries;
+  own_address = reinterpret_cast<int (*)(void*, void**)>(address), inside = offset;
+  own_version = reinterpret_cast<std::int64_t (*)(const void*)>(counter);
   tensors = reinterpret_cast<PyTypeObject*>(tensor_class), parameters = parameter_class, on_null = without_memory;
   return data_ptr.bind("data_ptr") && version.bind("_version") && get_device.bind("get_device") && dtype.bind("dtype") &&
          shape.bind("shape") && stride.bind("stride");
@@ -96,6 +106,9 @@ bool append_layout(PyObject* tensor, std::int64_t* device, std::vector<std::int6
 bool is_tensor(PyObject* x) { return tensors && PyObject_TypeCheck(x, tensors); }
 
 bool raw_address_of(PyObject* tensor, std::int64_t* address) {
+  void* found = nullptr;
+  if (own_address && is_plain_tensor(tensor) && !own_address(cpp_tensor(tensor), &found))
+    return *address = reinterpret_cast<std::intptr_t>(found), true;
   return is_tensor(tensor) ? take_integer(data_ptr.called(tensor), address) : refuse(tensor);
 }
 
@@ -109,6 +122,10 @@ bool device_of(PyObject* tensor, std::int64_t* device) {
 }
 
 bool version_of(PyObject* tensor, std::int64_t* found) {
+  if (own_version && is_plain_tensor(tensor)) try {
+      return *found = own_version(cpp_tensor(tensor)), true;
+    } catch (...) {  // it has none; Python says so
+    }
   return is_tensor(tensor) ? take_integer(version.read(tensor), found) : refuse(tensor);
 }
 

@@ -1,17 +1,21 @@
-// Queries on tensors: through the C functions behind `Tensor.data_ptr` and `Tensor._version` if these are plain methods of the
-// class, else through Python calls. Independent of torch's memory layout.
+// Queries on tensors: through torch's own functions or those behind `Tensor.data_ptr` and `Tensor._version` if these are plain methods
+// of the class, else through Python calls. Independent of torch's memory layout.
 #pragma once
 
 #include <Python.h>
 
 #include <cstdint>
+#include <tuple>
 #include <vector>
 
 namespace fusewright::native {
 
 // Set the classes of tensors and of parameters, and `without_memory(tensor)`, which returns a replacement for a null address or
 // raises. False with an error set.
-bool bind_tensors(PyObject* tensor_class, PyObject* parameter_class, PyObject* without_memory);
+// `queries` are torch's C functions for the address and the version of a tensor, and where their argument lies in a Python tensor;
+// zeros for none. See `tensor_queries` of the package's file of private names.
+using Queries = std::tuple<std::uintptr_t, std::uintptr_t, std::size_t>;
+bool bind_tensors(PyObject* tensor_class, PyObject* parameter_class, PyObject* without_memory, const Queries& queries);
 
 bool is_tensor(PyObject* x);
 

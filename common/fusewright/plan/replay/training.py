@@ -51,8 +51,12 @@ MOVES = 6
 """Sets of one layer in a row, each with new addresses, after which the arguments that differ count as moving."""
 MISSES = 64
 """The same for calls in a row where no address identifies a layer."""
-MOST_UNUSED = 8
-"""Replay is given up after so many recordings were dropped before their second use."""
+USES = 8
+"""A recording that is dropped before so many uses was not worth it."""
+PATIENCE = 64
+"""Arguments are recorded when their addresses come again; after recordings not worth it, only when they have come twice as
+often. Replay is given up when that is beyond this number. A recording takes memory that the allocator had used, so all
+addresses may move a few times before they stay (FSDP2's gathered weights)."""
 
 
 @dataclass(frozen=True)
@@ -80,17 +84,19 @@ class _Recording:
     call: Call
     kept: Sequence[torch.Tensor]
     storages: Sequence[tuple[Any, int]]
+    patience: int
     uses: int = 0
 
 
 @dataclass
 class _Set:
-    """Arguments that come together: a stream and the addresses of arguments read in place. `last` is the number of the last
-    call that had them, `moves` the number of earlier sets of the same layer."""
+    """Arguments that come together: a stream and the addresses of arguments read in place. They came `times` times, last in the
+    call of number `last`; `moves` is the number of earlier sets of the same layer."""
 
     stream: Hashable
     addresses: tuple[int, ...]
     last: int = 0
+    times: int = 0
     recording: _Recording | None = None
     moves: int = 0
 
@@ -125,7 +131,8 @@ class Retained(Recorded[_Recording]):
         self._called = {r for v in held for r in (v, *roots.get(v, ()))}
         self._places: list[int] | None = None
         self._sets: dict[tuple[Hashable, ...], _Set] = {}
-        self._calls = self._recorded = self._misses = self._unused = 0
+        self._calls = self._recorded = self._misses = 0
+        self._patience = 1
 
     def _recording_for(self, stream: Hashable, args: list[Any]) -> _Recording | None:
         if self._places is None:
@@ -133,17 +140,17 @@ class Retained(Recorded[_Recording]):
         self._calls += 1
         given = _Set(stream, tuple(args[k].data_ptr() for k in self._places))
         found = self._sets.get(given.key) or self._but_for_copies(given, args) or given
-        before, found.last = found.last, self._calls
+        before, found.last, found.times = found.last, self._calls, found.times + 1
         if found.recording is not None:
             return None if self._held(found.recording) else found.recording
         self._sets[found.key] = found
         self._misses = 0 if before or found.moves else self._misses + 1
-        if self._recorded and not before:  # unknown addresses may never come again
+        if self._recorded and found.times <= self._patience:  # addresses may never come again
             self._forget(self._sets.values(), MOST_SETS)
             return None
         recorded = [s for s in self._sets.values() if s.recording is not None]
         self._forget([s for s in recorded if found.last - s.last >= 2 * len(recorded)])
-        if self._unused >= MOST_UNUSED:
+        if self._patience > PATIENCE:
             self._give_up("addresses change from call to call")
             return None
         found.recording = self._record(args)
@@ -191,7 +198,8 @@ class Retained(Recorded[_Recording]):
     def _forget(self, sets: Iterable[_Set], but: int = 0) -> None:
         """Drop sets of arguments, except for the most recent `but`."""
         for s in sorted(sets, key=lambda s: -s.last)[but:]:
-            self._unused += s.recording is not None and s.recording.uses < 2
+            if s.recording is not None and s.recording.uses < USES:
+                self._patience = max(self._patience, 2 * s.recording.patience)
             del self._sets[s.key]
 
     @staticmethod
@@ -234,7 +242,7 @@ class Retained(Recorded[_Recording]):
         storages = list({compat.storage_id(t): t.untyped_storage() for t in mine}.values())
         uses = [(s, compat.storage_uses(s)) for s in storages]
         self.tell(f"replayed, {len(self.plan.instructions)} instructions")
-        return _Recording(shown(call, self.plan), kept, uses)
+        return _Recording(shown(call, self.plan), kept, uses, self._patience)
 
     def _recorded_body(self, copy_in: CopiesIn, given: list[Any]) -> tuple[Sequence[torch.Tensor], Call]:
         """Only the recording may hold what forward saved, which is among the arguments."""

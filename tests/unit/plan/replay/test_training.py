@@ -317,3 +317,35 @@ def test_short_plans_are_not_worth_the_hosts_part_of_a_replay(monkeypatch: pytes
     with recording() as reports:
         step(compiled(model, recorder), torch.randn(8, 8))
     assert {r.replay for r in reports} == {"not replayed: too few instructions"}
+
+
+def test_weights_that_move_now_and_then_are_replayed_once_they_stay() -> None:
+    """As FSDP2's do while the allocator still gives its gathered weights other memory."""
+    torch.manual_seed(0)
+    layers, recorder = [Layer() for _ in range(5)], Working()
+    fast, x = compiled(lambda layer, x: layer(x), recorder), torch.randn(64, 64)
+    found: list[int] = []
+    for number in range(24):
+        before, h = recorder.replays, x
+        for layer in layers:
+            layer.zero_grad(set_to_none=True)
+            if number in (4, 8):
+                for p in layer.parameters():
+                    p.data = p.data.clone()
+            h = fast(layer, h.detach().requires_grad_())
+        del h
+        found.append(recorder.replays - before)
+    assert found[3] == found[-1] == len(layers)
+
+
+def test_recordings_that_nobody_uses_become_rare() -> None:
+    torch.manual_seed(0)
+    layers, recorder = [Layer() for _ in range(2)], Working()
+    fast, x = compiled(lambda layer, x: layer(x), recorder), torch.randn(64, 64)
+    for number in range(60):
+        for layer in layers:
+            if number % 3 == 2:
+                for p in layer.parameters():
+                    p.data = p.data.clone()
+            fast(layer, x)
+    assert 2 < recorder.recorded < 8
