@@ -1,8 +1,11 @@
 """Host time per call of a compiled model on a GPU, in us: `python -m ci.gpu.host [bert vit distilgpt2 decode ...]`.
 
-Medians of calls, each after a wait for the GPU: Dynamo up to our callable, our part up to the graph launch, the launch, the time
-after it, the whole call on the host; the same call with a backend that does nothing. Then the device time of the graph, and the
-time of a call on an idle GPU.
+Medians of calls, each after a wait for the GPU: Dynamo up to our callable, our part up to the graph, the graph with its copies, the
+time after it, the whole call on the host; the same call with a backend that does nothing. Then the device time of the graph, and
+the time of a call on an idle GPU.
+
+`python -m ci.gpu.host --queued` has the least times of small models while nothing waits for the GPU: the call with a backend that
+does nothing, with ours, and what of the latter lies in the replayed plan.
 
 `python -m ci.gpu.host --plain [bert bert:dynamic gpt2_small:train ...]` measures calls that are not replayed: how many loop kernels
 they launch, how many by address, the host time per launch, and the whole call: by Python, by `fusewright-native`, in eager.
@@ -10,6 +13,7 @@ they launch, how many by address, the host time per launch, and the whole call: 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import itertools
@@ -17,8 +21,9 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 
@@ -31,28 +36,34 @@ from fusewright.plan.replay.inference import Replayed
 from fusewright_triton.run.launch import GpuLauncher
 
 CALLS = 60
+QUEUED = 100
 DEVICE, CLOCK = "cuda", Clock("cuda")
+Size = Literal["full", "small"]
 OURS: Any = {"backend": "nvidia_triton", "options": {"fallback": "allow"}}
-COLUMNS = ("Dynamo", "ours before the launch", "launch", "rest", "call", "with a backend that does nothing")
+COLUMNS = ("Dynamo", "ours before the graph", "graph", "rest", "call", "with a backend that does nothing")
 WAITED = 8192
 """The size of a product that keeps the GPU busy for some milliseconds before a call, as in a program that waits for its results:
 little of what a call needs is then in the processor's caches."""
 
 
-def compiled(model: str) -> Callable[[], Any]:
+def compiled(model: str, size: Size = "full") -> Callable[[], Any]:
     """Return a call in bf16, compiled and recorded."""
-    call = _inference(model, lambda module: torch.compile(module, **OURS))
+    call = _inference(model, lambda module: torch.compile(module, **OURS), size)
     for _ in range(6):
         call()
     return call
 
 
-def _inference(model: str, compile: Callable[[Any], Any]) -> Callable[[], Any]:
-    """Return a bf16 call of a model of `fusewright.bench.cases.large`, or a decoding step."""
+def _inference(model: str, compile: Callable[[Any], Any], size: Size = "full") -> Callable[[], Any]:
+    """Return a bf16 call of a model of the suite or of `fusewright.bench.cases.large`, a decoding step, or a small MLP."""
+    if model == "mlp":
+        x = torch.randn(8, 64, dtype=torch.bfloat16, device=DEVICE)
+        layers = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 64))
+        return torch.no_grad()(functools.partial(compile(layers.to(x).eval()), x))
     if model == "decode":
         built = build_decoding("decode:llama", "full", "bf16", DEVICE, steps=1)
     else:
-        built = resolve(f"large:{model}", "full", "bf16", DEVICE)
+        built = resolve(f"large:{model}" if size == "full" else model, size, "bf16", DEVICE)
     return torch.no_grad()(built.bind(compile(built.fn)))
 
 
@@ -63,7 +74,7 @@ def _training(model: str, compile: Callable[[Any], Any]) -> Callable[[], Any]:
     return step.backward
 
 
-def compiled_to_nothing(model: str) -> Callable[[], Any]:
+def compiled_to_nothing(model: str, size: Size = "full") -> Callable[[], Any]:
     """Return the same call with a backend that returns the results of its first run."""
 
     def backend(gm: torch.fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
@@ -76,7 +87,7 @@ def compiled_to_nothing(model: str) -> Callable[[], Any]:
 
         return run
 
-    call = _inference(model, lambda module: torch.compile(module, backend=backend))
+    call = _inference(model, lambda module: torch.compile(module, backend=backend), size)
     for _ in range(6):
         call()
     return call
@@ -102,41 +113,62 @@ def recordings() -> list[tuple[Replayed, Any]]:
     return [(p, p._last) for p in plans if p._last is not None]
 
 
+@contextlib.contextmanager
+def spans(of: type) -> Iterator[list[tuple[int, int, Any]]]:
+    """Note when calls of a class's objects begin and end, in ns, and the objects."""
+    noted: list[tuple[int, int, Any]] = []
+    run = of.__call__
+
+    def timed(self: Any, *args: Any) -> Any:
+        start = time.perf_counter_ns()
+        results = run(self, *args)
+        noted.append((start, time.perf_counter_ns(), self))
+        return results
+
+    of.__call__ = timed  # type: ignore[method-assign]
+    try:
+        yield noted
+    finally:
+        of.__call__ = run  # type: ignore[method-assign]
+
+
+@dataclass
+class Graph:
+    """The graph of a recording, with its copies."""
+
+    replay: Callable[[list[Any]], Any]
+    args: list[Any] = field(default_factory=list)
+
+    def __call__(self, args: list[Any]) -> Any:
+        self.args = list(args)
+        return self.replay(args)
+
+
+@contextlib.contextmanager
+def graphs() -> Iterator[list[Graph]]:
+    """The graphs of this process."""
+    found = [(r, Graph(r.call)) for _, r in recordings()]
+    for r, graph in found:
+        r.call = graph
+    try:
+        yield [graph for _, graph in found]
+    finally:
+        for r, graph in found:
+            r.call = graph.replay
+
+
 def host_us(call: Callable[[], Any]) -> list[float]:
     """Return the medians of the columns. With several graphs per call, times before the first and after the last launch count."""
-    times: list[int] = []
-    entered: list[int] = []
-    run = Replayed.__call__
-
-    def entering(self: Replayed, args: list[Any]) -> Any:
-        entered.append(time.perf_counter_ns())
-        return run(self, args)
-
-    def timed(replay: Callable[[], None]) -> Callable[[], None]:
-        def again() -> None:
-            times.append(time.perf_counter_ns())
-            replay()
-            times.append(time.perf_counter_ns())
-
-        return again
-
-    found = recordings()
-    plain = [r.replay for _, r in found]
-    Replayed.__call__ = entering  # type: ignore[method-assign, assignment]
-    for _, r in found:
-        r.replay = timed(r.replay)
     rows = []
-    for _ in range(CALLS):
-        times.clear()
-        entered.clear()
-        start = waited()
-        call()
-        end = time.perf_counter_ns()
-        at = (start, entered[0], times[0], times[-1], end)
-        rows.append([*(b - a for a, b in itertools.pairwise(at)), end - start])
-    Replayed.__call__ = run  # type: ignore[method-assign]
-    for (_, r), replay in zip(found, plain, strict=True):
-        r.replay = replay
+    with graphs(), spans(Replayed) as plans, spans(Graph) as launches:
+        for _ in range(CALLS):
+            plans.clear()
+            launches.clear()
+            start = waited()
+            call()
+            end = time.perf_counter_ns()
+            at = (start, plans[0][0], launches[0][0], launches[-1][1], end)
+            rows.append([*(b - a for a, b in itertools.pairwise(at)), end - start])
     return [statistics.median(column) / 1e3 for column in zip(*rows, strict=True)]
 
 
@@ -150,9 +182,42 @@ def nothing_us(call: Callable[[], Any]) -> float:
     return statistics.median(times) / 1e3
 
 
-def device_us(replay: Callable[[], None], times: int = 5) -> float:
-    """Return the device time of one replay among several, issued while the device is busy."""
-    return (CLOCK.queued(replay, times) or 0.0) * 1e6
+def device_us(call: Callable[[], Any], times: int = 5) -> float:
+    """Return the device time of a call's graphs among several, issued while the device is busy."""
+    with graphs() as found:
+        call()
+        replays = [functools.partial(g, g.args) for g in found]
+        medians = [statistics.median(CLOCK.queued(r, times) or 0.0 for _ in range(8)) for r in replays]
+    return sum(medians) * 1e6
+
+
+def queued_us(call: Callable[[], Any]) -> float:
+    """Return the least mean time of calls that wait for nothing, as few as the driver queues."""
+    times = []
+    for _ in range(CALLS):
+        torch.cuda.synchronize()
+        start = time.perf_counter_ns()
+        for _ in range(QUEUED):
+            call()
+        times.append((time.perf_counter_ns() - start) / QUEUED)
+    return min(times) / 1e3
+
+
+def compare_queued() -> None:
+    print("model | inputs | with a backend that does nothing | call | of that the replayed plan")
+    for model in ("mlp", "bert", "vit"):
+        nothing, call = compiled_to_nothing(model, "small"), compiled(model, "small")
+        for _ in range(CALLS):  # until the comparison with eager is over
+            call()
+        (plan, _), *_ = recordings()
+        whole = [(queued_us(nothing), queued_us(call)) for _ in range(4)]
+        least = [min(column) for column in zip(*whole, strict=True)]
+        with spans(Replayed) as noted:
+            queued_us(call)
+        inside = [sum(end - start for start, end, _ in noted[k : k + QUEUED]) / QUEUED / 1e3 for k in range(0, len(noted), QUEUED)]
+        print(f"{model} | {len(plan.plan.inputs)} | {least[0]:.1f} | {least[1]:.1f} | {min(inside):.1f}", flush=True)
+        torch.compiler.reset()
+        gc.collect()
 
 
 def call_us(call: Callable[[], Any], calls: int) -> float:
@@ -182,26 +247,14 @@ def plain(text: str) -> dict[str, Callable[[], Any]]:
 def launches_us(call: Callable[[], Any]) -> tuple[int, int, float]:
     """Return how many loop kernels a call launches, how many of them `fusewright-native` may launch, and the median host time per
     launch; nothing waits for the device."""
-    times: list[int] = []
-    by_address = 0
-    run = GpuLauncher.__call__
-
-    def timed(self: GpuLauncher, *args: Any) -> None:
-        nonlocal by_address
-        by_address += self._native is not None
-        start = time.perf_counter_ns()
-        run(self, *args)
-        times.append(time.perf_counter_ns() - start)
-
-    GpuLauncher.__call__ = timed  # type: ignore[method-assign, assignment]
-    try:
-        for _ in range(CALLS // 4):
+    rounds = CALLS // 4
+    with spans(GpuLauncher) as noted:
+        for _ in range(rounds):
             torch.cuda.synchronize()
             call()
-    finally:
-        GpuLauncher.__call__ = run  # type: ignore[method-assign]
-    rounds = CALLS // 4
-    return len(times) // rounds, by_address // rounds, statistics.median(times) / 1e3 if times else 0.0
+    by_address = sum(launcher._native is not None for _, _, launcher in noted)
+    median = statistics.median(end - start for start, end, _ in noted) / 1e3 if noted else 0.0
+    return len(noted) // rounds, by_address // rounds, median
 
 
 def compare_plain(models: list[str]) -> None:
@@ -226,12 +279,13 @@ def main() -> None:
     CLOCK.begin()
     if sys.argv[1:2] == ["--plain"]:
         return compare_plain(sys.argv[2:])
+    if sys.argv[1:2] == ["--queued"]:
+        return compare_queued()
     print("model |", " | ".join(COLUMNS), "| graph on the device | call on an idle GPU")
     for model in sys.argv[1:] or ["bert", "vit", "distilgpt2", "decode"]:
         call = compiled(model)
         columns = [f"{us:.0f}" for us in (*host_us(call), nothing_us(compiled_to_nothing(model)))]
-        graph = statistics.median(device_us(r.replay) for _ in range(8) for _, r in recordings())
-        print(model, "|", " | ".join(columns), f"| {graph:.0f} | {call_us(call, CALLS):.0f}", flush=True)
+        print(model, "|", " | ".join(columns), f"| {device_us(call):.0f} | {call_us(call, CALLS):.0f}", flush=True)
         del call
         torch.compiler.reset()
         gc.collect()
