@@ -4,8 +4,8 @@ Medians of calls, each after a wait for the GPU: Dynamo up to our callable, our 
 time after it, the whole call on the host; the same call with a backend that does nothing. Then the device time of the graph, and
 the time of a call on an idle GPU.
 
-`python -m ci.gpu.host --queued` has the least times of small models while nothing waits for the GPU: the call with a backend that
-does nothing, with ours, and what of the latter lies in the replayed plan.
+`python -m ci.gpu.host --queued` has medians of small models while nothing waits for the GPU, with a backend that does nothing and
+with ours: the call up to what the backend returned, that, and the rest of the call.
 
 `python -m ci.gpu.host --plain [bert bert:dynamic gpt2_small:train ...]` measures calls that are not replayed: how many loop kernels
 they launch, how many by address, the host time per launch, and the whole call: by Python, by `fusewright-native`, in eager.
@@ -31,6 +31,7 @@ from fusewright.bench import suite
 from fusewright.bench.cases import resolve
 from fusewright.bench.cases.decoding import build_decoding
 from fusewright.bench.device import Clock
+from fusewright.dynamo import entry
 from fusewright.plan import native
 from fusewright.plan.replay.inference import Replayed
 from fusewright_triton.run.launch import GpuLauncher
@@ -46,9 +47,9 @@ WAITED = 8192
 little of what a call needs is then in the processor's caches."""
 
 
-def compiled(model: str, size: Size = "full") -> Callable[[], Any]:
+def compiled(model: str) -> Callable[[], Any]:
     """Return a call in bf16, compiled and recorded."""
-    call = _inference(model, lambda module: torch.compile(module, **OURS), size)
+    call = _inference(model, lambda module: torch.compile(module, **OURS))
     for _ in range(6):
         call()
     return call
@@ -74,20 +75,21 @@ def _training(model: str, compile: Callable[[Any], Any]) -> Callable[[], Any]:
     return step.backward
 
 
-def compiled_to_nothing(model: str, size: Size = "full") -> Callable[[], Any]:
-    """Return the same call with a backend that returns the results of its first run."""
+def nothing(gm: torch.fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
+    """A backend that returns the results of its first run."""
+    made: list[Any] = []
 
-    def backend(gm: torch.fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
-        made: list[Any] = []
+    def run(*args: Any) -> Any:
+        if not made:
+            made.append(gm(*args))
+        return made[0]
 
-        def run(*args: Any) -> Any:
-            if not made:
-                made.append(gm(*args))
-            return made[0]
+    return run
 
-        return run
 
-    call = _inference(model, lambda module: torch.compile(module, backend=backend), size)
+def compiled_to_nothing(model: str) -> Callable[[], Any]:
+    """Return the same call with a backend that does nothing."""
+    call = _inference(model, lambda module: torch.compile(module, backend=nothing))
     for _ in range(6):
         call()
     return call
@@ -186,38 +188,46 @@ def device_us(call: Callable[[], Any], times: int = 5) -> float:
     """Return the device time of a call's graphs among several, issued while the device is busy."""
     with graphs() as found:
         call()
-        replays = [functools.partial(g, g.args) for g in found]
+        replays = [functools.partial(g, g.args) for g in found if g.args]  # of this call
         medians = [statistics.median(CLOCK.queued(r, times) or 0.0 for _ in range(8)) for r in replays]
     return sum(medians) * 1e6
 
 
-def queued_us(call: Callable[[], Any]) -> float:
-    """Return the least mean time of calls that wait for nothing, as few as the driver queues."""
-    times = []
-    for _ in range(CALLS):
-        torch.cuda.synchronize()
+def queued_us(model: str, backend: Callable[..., Any]) -> list[float]:
+    """Return the medians of the parts of calls that wait for nothing, as few as the driver queues."""
+    noted: list[tuple[int, int]] = []
+
+    def timed(gm: torch.fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
+        run = backend(gm, example_inputs)
+
+        def call(*args: Any) -> Any:
+            start = time.perf_counter_ns()
+            results = run(*args)
+            noted.append((start, time.perf_counter_ns()))
+            return results
+
+        return call
+
+    call = _inference(model, lambda module: torch.compile(module, backend=timed), "small")
+    rows = []
+    for k in range(CALLS * QUEUED):
+        if k % QUEUED == 0:
+            torch.cuda.synchronize()
         start = time.perf_counter_ns()
-        for _ in range(QUEUED):
-            call()
-        times.append((time.perf_counter_ns() - start) / QUEUED)
-    return min(times) / 1e3
+        kept = call()
+        end = time.perf_counter_ns()
+        del kept
+        rows.append((noted[-1][0] - start, noted[-1][1] - noted[-1][0], end - noted[-1][1]))
+    return [statistics.median(column) / 1e3 for column in zip(*rows[len(rows) // 4 :], strict=True)]
 
 
 def compare_queued() -> None:
-    print("model | inputs | with a backend that does nothing | call | of that the replayed plan")
+    print("model | backend | up to the backend's callable | that | rest of the call")
     for model in ("mlp", "bert", "vit"):
-        nothing, call = compiled_to_nothing(model, "small"), compiled(model, "small")
-        for _ in range(CALLS):  # until the comparison with eager is over
-            call()
-        (plan, _), *_ = recordings()
-        whole = [(queued_us(nothing), queued_us(call)) for _ in range(4)]
-        least = [min(column) for column in zip(*whole, strict=True)]
-        with spans(Replayed) as noted:
-            queued_us(call)
-        inside = [sum(end - start for start, end, _ in noted[k : k + QUEUED]) / QUEUED / 1e3 for k in range(0, len(noted), QUEUED)]
-        print(f"{model} | {len(plan.plan.inputs)} | {least[0]:.1f} | {least[1]:.1f} | {min(inside):.1f}", flush=True)
-        torch.compiler.reset()
-        gc.collect()
+        for name, backend in (("nothing", nothing), ("ours", entry("nvidia_triton"))):
+            print(f"{model} | {name} |", " | ".join(f"{us:.1f}" for us in queued_us(model, backend)), flush=True)
+            torch.compiler.reset()
+            gc.collect()
 
 
 def call_us(call: Callable[[], Any], calls: int) -> float:
