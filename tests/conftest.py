@@ -39,7 +39,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    torch.manual_seed(0)  # independent of which tests ran before
+    # Results are independent of which tests ran before. `torch.manual_seed` also stores the stack for GPUs that are not there.
+    (torch if torch.accelerator.is_available() else torch.default_generator).manual_seed(0)
+    if guards := sys.modules.get("torch._dynamo.guards"):
+        # Dynamo times the guards of each graph for its log, and first evicts the CPU's caches: 24 ms, longer than many tests.
+        guards.profile_guard_manager = lambda *_: 0.0  # type: ignore[attr-defined]
     for mark in item.iter_markers("hardware"):
         device = registry.info(mark.args[0]).device
         if isinstance(device, Unavailable):
