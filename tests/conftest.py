@@ -29,7 +29,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     # Workers that each use all cores block one another in OpenMP's spin loops.
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    torch.set_num_threads(max(1, machine.cores() // workers))
+    share = max(1, machine.cores() // workers)
+    torch.set_num_threads(min(share, int(os.environ.get("OMP_NUM_THREADS", str(share)).partition(",")[0])))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
