@@ -29,7 +29,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     # Workers that each use all cores block one another in OpenMP's spin loops.
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    torch.set_num_threads(max(1, machine.cores() // workers))
+    share = max(1, machine.cores() // workers)
+    torch.set_num_threads(min(share, int(os.environ.get("OMP_NUM_THREADS", str(share)).partition(",")[0])))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -39,7 +40,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    torch.manual_seed(0)  # independent of which tests ran before
+    # Results are independent of which tests ran before. `torch.manual_seed` also stores the stack for GPUs that are not there.
+    (torch if torch.accelerator.is_available() else torch.default_generator).manual_seed(0)
+    if guards := sys.modules.get("torch._dynamo.guards"):
+        # Dynamo times the guards of each graph for its log, and first evicts the CPU's caches: 24 ms, longer than many tests.
+        guards.profile_guard_manager = lambda *_: 0.0  # type: ignore[attr-defined]
     for mark in item.iter_markers("hardware"):
         device = registry.info(mark.args[0]).device
         if isinstance(device, Unavailable):

@@ -21,6 +21,9 @@ from typing import Any
 from fusewright.conformance.jobs.children import Pool, finishes
 from fusewright.conformance.ops import opinfo
 
+MODULE = "ci.operators.opinfo"
+"""This module, also where it is `__main__`."""
+
 
 @dataclass(frozen=True)
 class Job:
@@ -103,24 +106,31 @@ def _run(jobs: Sequence[Job], a: argparse.Namespace, until: float) -> Iterator[d
     env = {"FUSEWRIGHT_FALLBACK": "allow", "FUSEWRIGHT_SIMULATE": str(int(a.simulate))}
 
     def ended(job: Mapping[str, Any], why: str) -> dict[str, Any]:
-        shared = not finishes(_command(a, opinfo.JUDGE), env, job, a.limit)
+        shared = not finishes(MODULE, _child_arguments(a, opinfo.JUDGE), env, job, a.limit)
         return asdict(
             opinfo.Outcome(job["entry"], job["dtype"], problems=[] if shared else [why], shared=[why] if shared else [])
         )
 
-    pool = Pool(_command(a, a.backend), ended, env, jobs=a.jobs, group=a.group, limit=a.limit)
+    pool = Pool(MODULE, _child_arguments(a, a.backend), ended, env, jobs=a.jobs, group=a.group, limit=a.limit)
     yield from pool.run([asdict(j) for j in jobs], until)
 
 
-def _command(a: argparse.Namespace, backend: str) -> list[str]:
+def _child_arguments(a: argparse.Namespace, backend: str) -> list[str]:
     return [
-        sys.executable, __file__, "--child", "--backend", backend, "--samples", str(a.samples),
+        "--child", "--backend", backend, "--samples", str(a.samples),
         "--gradients" if a.gradients else "--no-gradients", "--threads", str(a.threads),
         "--device", a.device, *(["--dynamic"] if a.dynamic else []),
     ]  # fmt: skip
 
 
 # ---------------------------------------------------------------- child
+
+
+def warm_up() -> None:
+    """Import what every child needs: torch, Dynamo and the database."""
+    import torch
+
+    opinfo.entries(torch.float32)
 
 
 def _child(a: argparse.Namespace) -> int:

@@ -12,7 +12,6 @@ from torch import Tensor
 from fusewright import ops
 from fusewright.conformance.ops.calls import valid
 from tests.ops.test_kernels_vs_eager import check
-from tests.unit.fuse.running import LOADERS
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -26,21 +25,20 @@ CALLS: dict[str, tuple[Any, ...]] = {
 SHAPES = [s for rank in range(4) for s in itertools.product((1, 2, 3), repeat=rank)] + [(3, 4), (1, 4), (3, 0)]
 
 
-@pytest.mark.parametrize("loader", list(LOADERS))
 @pytest.mark.parametrize("name", CALLS)
-def test_a_gradient_of_any_shape_that_eager_takes(name: str, loader: str) -> None:
+def test_a_gradient_of_any_shape_that_eager_takes(name: str) -> None:
     op = ops.OPS[name.partition(",")[0]]
     grads = [torch.randn(s, generator=torch.Generator().manual_seed(0)) for s in SHAPES]
     taken = [g for g in grads if valid(op, [g, *CALLS[name]], {})]
     assert len(taken) > 2
     for g in taken:
-        check(op, [g, *CALLS[name]], {}, loader)
+        check(op, [g, *CALLS[name]], {})
 
 
 @pytest.mark.parametrize("name", ["slice_backward", "select_backward"])
 def test_the_gradient_that_autograd_makes_is_lowered(name: str) -> None:
     grad = torch.randn(3, 2) if name == "slice_backward" else torch.randn(3)
-    assert check(ops.OPS[name], [grad, *CALLS[name]], {}, "interpreter")
+    assert check(ops.OPS[name], [grad, *CALLS[name]], {})
 
 
 def test_a_column_is_repeated_over_a_slice_whose_end_is_a_symbol() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -126,3 +128,14 @@ def test_what_somebody_changed_in_the_cache_is_not_loaded(caplog: pytest.LogCapt
         found.write_bytes(found.read_bytes()[:-1] + b"!")
     assert artifacts.read("somebody's") is None
     assert "cannot be used" in caplog.text
+
+
+@pytest.mark.parametrize("checked", [False, True])
+def test_the_precompiled_header_is_taken(checked: bool, tmp_path: Path) -> None:
+    if "clang" in compiler._version():
+        pytest.skip("clang looks for no precompiled header beside an #include; runs where: g++")
+    source = tmp_path / "shaders.cpp"
+    source.write_text(HEAD)
+    shown = [compiler.compiler(), *compiler._flags(), *compiler._headers(checked), "-H", "-fsyntax-only", str(source)]
+    done = subprocess.run(shown, capture_output=True, text=True, check=True)
+    assert re.match(r"! .*metal_stdlib\.gch$", done.stderr.splitlines()[0]), done.stderr

@@ -10,6 +10,7 @@ import queue
 import selectors
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -17,16 +18,20 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from fusewright.conformance.jobs import warm
+
 Job: TypeAlias = Mapping[str, Any]
 Result: TypeAlias = dict[str, Any]
+Child: TypeAlias = subprocess.Popen[bytes] | warm.Forked
 
 
 @dataclass(frozen=True)
 class Pool:
-    """How jobs run. A child reads a JSON list of jobs and prints a line of JSON for each. `ended(job, why)` is the result of a
-    job that crashed its child, or that printed nothing for `limit` seconds."""
+    """How jobs run. A child runs `main(arguments)` of a module: it reads a JSON list of jobs and prints a line of JSON for each.
+    `ended(job, why)` is the result of a job that crashed its child, or that printed nothing for `limit` seconds."""
 
-    command: Sequence[str]
+    module: str
+    arguments: Sequence[str]
     ended: Callable[[Job, str], Result]
     env: Mapping[str, str]
     jobs: int = 1
@@ -37,7 +42,7 @@ class Pool:
     def run(self, jobs: Sequence[Job], until: float = float("inf")) -> Iterator[Result]:
         """Yield results as they arrive. No job starts after `until` (of `time.monotonic`)."""
         found: queue.SimpleQueue[Result | None] = queue.SimpleQueue()
-        children = _Children(self.command, self.env)
+        children = _Children(self.module, self.arguments, self.env)
 
         def work(part: Sequence[Job]) -> None:
             try:
@@ -91,21 +96,21 @@ class Pool:
 class _Children:
     """The child processes of a run, which all end with it."""
 
-    def __init__(self, command: Sequence[str], env: Mapping[str, str]) -> None:
-        self._command, self._env = command, env
+    def __init__(self, module: str, arguments: Sequence[str], env: Mapping[str, str]) -> None:
+        self._module, self._arguments, self._env = module, arguments, env
         self._lock = threading.Lock()
-        self._running: set[subprocess.Popen[bytes]] = set()
+        self._running: set[Child] = set()
         self.stopped = False
 
-    def start(self, group: Sequence[Job]) -> subprocess.Popen[bytes]:
-        child = _start(self._command, self._env, group)
+    def start(self, group: Sequence[Job]) -> Child:
+        child = _start(self._module, self._arguments, self._env, group)
         with self._lock:
             self._running.add(child)
             if self.stopped:
                 _kill(child)
         return child
 
-    def end(self, child: subprocess.Popen[bytes]) -> int:
+    def end(self, child: Child) -> int:
         """End a child that is no longer needed; return its exit code."""
         with self._lock:
             self._running.discard(child)
@@ -119,28 +124,26 @@ class _Children:
                 _kill(child)
 
 
-def _kill(child: subprocess.Popen[bytes]) -> None:
+def _kill(child: Child) -> None:
     """End a running child and the processes that it has started, which are in its process group."""
-    if hasattr(os, "killpg"):
+    if isinstance(child, subprocess.Popen) and hasattr(os, "killpg"):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
     child.kill()
 
 
-def finishes(command: Sequence[str], env: Mapping[str, str], job: Job, limit: float) -> bool:
-    """Whether a child of this command answers at all."""
-    child = _start(command, env, [job])
+def finishes(module: str, arguments: Sequence[str], env: Mapping[str, str], job: Job, limit: float) -> bool:
+    """Whether a child with these arguments answers at all."""
+    child = _start(module, arguments, env, [job])
     finished = any(line is not None and line.startswith("{") for line in _lines(child, limit))
     child.kill()
     child.wait()
     return finished
 
 
-def _start(command: Sequence[str], env: Mapping[str, str], group: Sequence[Job]) -> subprocess.Popen[bytes]:
-    child = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env={**os.environ, **env},
-        start_new_session=True,  # the parent handles Ctrl-C
-    )  # fmt: skip
+def _start(module: str, arguments: Sequence[str], env: Mapping[str, str], group: Sequence[Job]) -> Child:
+    env = {**os.environ, **env}
+    child = warm.Forked(module, arguments, env) if warm.possible() else _new(module, arguments, env)
     assert child.stdin is not None
     with contextlib.suppress(BrokenPipeError):  # it has already ended; its exit code tells why
         child.stdin.write(json.dumps([dict(j) for j in group]).encode())
@@ -148,7 +151,19 @@ def _start(command: Sequence[str], env: Mapping[str, str], group: Sequence[Job])
     return child
 
 
-def _lines(child: subprocess.Popen[bytes], limit: float) -> Iterator[str | None]:
+def _new(module: str, arguments: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-c", RUN, module, *arguments],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        env={**env, "PYTHONPATH": os.pathsep.join(warm.search_path(env))},
+        start_new_session=True,  # the parent handles Ctrl-C
+    )  # fmt: skip
+
+
+RUN = "import importlib, sys; sys.exit(importlib.import_module(sys.argv[1]).main(sys.argv[2:]))"
+
+
+def _lines(child: Child, limit: float) -> Iterator[str | None]:
     """Yield lines of the child's output; None if there was none for `limit` seconds."""
     assert child.stdout is not None
     with selectors.DefaultSelector() as selector:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Iterator, Sequence
 
 from fusewright.conformance.jobs import levels, worker
@@ -38,7 +37,8 @@ def checks(
             progress(done)
         return
     pool = Pool(
-        [sys.executable, "-m", worker.__name__, json.dumps(settings.as_json())],
+        worker.__name__,
+        [json.dumps(settings.as_json())],
         _ended,
         THREADS,
         jobs=processes,

@@ -1,4 +1,4 @@
-"""A child of the kit: `python -m fusewright.conformance.jobs.worker SETTINGS` answers each of a JSON list of jobs with a line."""
+"""A child of the kit: `main([SETTINGS])` answers each of a JSON list of jobs with a line."""
 
 from __future__ import annotations
 
@@ -7,6 +7,13 @@ import logging
 import sys
 import warnings
 from collections.abc import Sequence
+
+
+def warm_up() -> None:
+    """Import what every child needs."""
+    from fusewright.conformance.jobs import levels
+
+    assert levels
 
 
 def main(argv: Sequence[str]) -> int:
@@ -21,7 +28,3 @@ def main(argv: Sequence[str]) -> int:
         checks = levels.perform(job, settings)
         print(json.dumps({"job": job, "checks": [c.as_json() for c in checks]}), file=out, flush=True)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
