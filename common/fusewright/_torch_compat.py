@@ -212,6 +212,15 @@ def is_wrapper(t: object) -> bool:
     return is_traceable_wrapper_subclass(t)
 
 
+def forget_shardings() -> None:
+    """Clear DTensor's cache of shardings before AOTAutograd traces DTensors. The cache answers with an equal mesh of an earlier
+    model, which is none of the graph's inputs; torch 2.13 then takes the mesh of a tangent for one of the forward graph's."""
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor import debug
+
+        getattr(debug, "_clear_sharding_prop_cache", lambda: None)()
+
+
 def bound_op(op: Any) -> Callable[..., Any]:
     """The C++ entry point of an OpOverload, which saves one Python frame per call."""
     return getattr(op, "_op", op)
@@ -420,21 +429,8 @@ def assuming_nothing(fake: Any) -> Iterator[None]:
         raise SizesAssumed(", ".join(str(g.expr) for g in env.guards[before:]))
 
 
-METADATA_OPS = frozenset(
-    getattr(torch.ops.aten, name).default
-    for name in (
-        "sym_size",
-        "sym_stride",
-        "sym_numel",
-        "sym_storage_offset",
-        "size",
-        "stride",
-        "numel",
-        "dim",
-        "is_contiguous",
-    )
-    if hasattr(getattr(torch.ops.aten, name, None), "default")
-)
+_METADATA = "sym_size sym_stride sym_numel sym_storage_offset size stride numel dim is_contiguous".split()
+METADATA_OPS = frozenset(getattr(torch.ops.aten, n).default for n in _METADATA if hasattr(getattr(torch.ops.aten, n, 0), "default"))
 """ATen overloads that only read metadata."""
 
 
