@@ -39,7 +39,7 @@ struct Member {
   PyObject* read(PyObject* t) const { return get ? get(t, closure) : PyObject_GetAttr(t, name); }
 };
 
-Member data_ptr, version, get_device, dtype, shape, stride;
+Member data_ptr, version, get_device, dtype, shape, stride, is_neg;
 
 // Append a tuple of integers, and take it.
 bool append(PyObject* sizes, std::vector<std::int64_t>* words) {
@@ -71,7 +71,7 @@ bool bind_tensors(PyObject* tensor_class, PyObject* parameter_class, PyObject* w
   Py_INCREF(tensor_class), Py_INCREF(parameter_class), Py_INCREF(without_memory);
   tensors = reinterpret_cast<PyTypeObject*>(tensor_class), parameters = parameter_class, on_null = without_memory;
   return data_ptr.bind("data_ptr") && version.bind("_version") && get_device.bind("get_device") && dtype.bind("dtype") &&
-         shape.bind("shape") && stride.bind("stride");
+         shape.bind("shape") && stride.bind("stride") && is_neg.bind("is_neg");
 }
 
 bool is_plain_tensor(PyObject* x) {
@@ -91,6 +91,13 @@ bool append_layout(PyObject* tensor, std::int64_t* device, std::vector<std::int6
   if (!append(shape.read(tensor), words)) return false;
   (*words)[rank] = static_cast<std::int64_t>(words->size() - rank) - 1;
   return append(stride.called(tensor), words);
+}
+
+bool negates(PyObject* tensor, bool* found) {
+  PyObject* answer = is_neg.called(tensor);
+  *found = answer == Py_True;
+  Py_XDECREF(answer);
+  return answer;
 }
 
 bool is_tensor(PyObject* x) { return tensors && PyObject_TypeCheck(x, tensors); }
