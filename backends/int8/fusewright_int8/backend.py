@@ -68,8 +68,9 @@ class X86Int8(QuantizedBackend):
         return "; ".join([f"int8 products by {' and '.join(there)}", *missing])
 
     def fingerprint(self) -> str:
-        """Include the core, because plans contain its calls."""
-        return f"{super().fingerprint()}-core {'absent' if native.absent() else native.isa()}"
+        """Include the core and its build, because plans contain its calls."""
+        core = "absent" if native.absent() else f"{native.isa()} {machine.sources('fusewright_int8')[:16]}"
+        return f"{super().fingerprint()}-core {core}"
 
     @classmethod
     def quantization(cls) -> Quantization:
