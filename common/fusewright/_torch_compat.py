@@ -214,6 +214,15 @@ def is_wrapper(t: object) -> bool:
     return is_traceable_wrapper_subclass(t)
 
 
+def forget_shardings() -> None:
+    """Clear DTensor's cache of shardings before AOTAutograd traces DTensors. The cache answers with an equal mesh of an earlier
+    model, which is none of the graph's inputs; torch 2.13 then takes the mesh of a tangent for one of the forward graph's."""
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor import debug
+
+        getattr(debug, "_clear_sharding_prop_cache", lambda: None)()
+
+
 def bound_op(op: Any) -> Callable[..., Any]:
     """The C++ entry point of an OpOverload, which saves one Python frame per call."""
     return getattr(op, "_op", op)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib.machinery
+import importlib.util
 import os
 import platform
 import re
 import sys
+from collections.abc import Iterator
 from operator import attrgetter
 from pathlib import Path
 
@@ -127,11 +130,26 @@ def environment(*names: str) -> str:
 
 @functools.cache
 def sources(package: str) -> str:
-    """A hash of the names, sizes and times of a package's files, so that a modified checkout counts as different code."""
-    file = getattr(sys.modules.get(package), "__file__", None)
+    """A hash of the names, sizes and times of a package's Python files and native extensions, so that a modified checkout or a
+    rebuilt core counts as different code. The package need not be imported; of a module that is none, only its file counts."""
     digest = hashlib.sha256()
-    folder = Path(file).parent if file else Path()
-    for path in sorted(folder.rglob("*.py")) if file else ():
-        info = path.stat()
-        digest.update(f"{path.relative_to(folder)} {info.st_size} {info.st_mtime_ns}\n".encode())
+    for name, info in _files(package):
+        digest.update(f"{name} {info.st_size} {info.st_mtime_ns}\n".encode())
     return digest.hexdigest()
+
+
+_CODE = (".py", *importlib.machinery.EXTENSION_SUFFIXES)
+
+
+def _files(package: str) -> Iterator[tuple[str, os.stat_result]]:
+    module = sys.modules.get(package)
+    spec = importlib.util.find_spec(package) if module is None else module.__spec__
+    if spec is None or spec.submodule_search_locations is None:
+        if file := getattr(module, "__file__", None):
+            yield Path(file).name, os.stat(file)
+        return
+    for root in sorted(spec.submodule_search_locations):  # two of an editable package, whose extension lies in the second
+        for folder, folders, names in os.walk(root):
+            folders.sort()
+            for path in (os.path.join(folder, n) for n in sorted(names) if n.endswith(_CODE)):
+                yield os.path.relpath(path, root), os.stat(path)

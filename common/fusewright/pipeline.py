@@ -11,7 +11,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fusewright import _torch_compat as compat
-from fusewright import storage
+from fusewright import machine, storage
 from fusewright.cache.tune import Tuner
 from fusewright.config import Options
 from fusewright.graph import verify
@@ -68,7 +68,8 @@ def comparison(backend: Backend, options: Options) -> compared.Comparison | None
     def may() -> bool:
         return not (compat.several_processes() or compat.profiling() or compat.intercepted() or capturing())
 
-    scope = f"{backend.fingerprint()}|workers={backend.policy().count_workers()}"
+    host = f"native={machine.sources('fusewright_native')[:16]}"  # whose part of a call is measured too
+    scope = f"{backend.fingerprint()}|workers={backend.policy().count_workers()}|{host}"
     return compared.Comparison(backend.name, scope, options.cache, may)
 
 

@@ -16,8 +16,9 @@ from fusewright_int8 import engines
 from fusewright_int8.activations import PRODUCTS as MATMULS
 from fusewright_int8.activations import ROWS as MATMUL_ROWS
 from fusewright_int8.floats import ROWS as DYNAMIC_ROWS
+from fusewright_int8.floats import float_input
 from fusewright_int8.flow.api import Int8Quantization
-from fusewright_int8.lowerings import ROWS, dense, static_input, why_not
+from fusewright_int8.lowerings import ROWS, laid_out, static_input, why_not
 from fusewright_int8.operators import NAMESPACE
 from fusewright_int8.run import native
 from fusewright_int8.siblings import ROWS as SIBLING_ROWS
@@ -68,8 +69,9 @@ class X86Int8(QuantizedBackend):
         return "; ".join([f"int8 products by {' and '.join(there)}", *missing])
 
     def fingerprint(self) -> str:
-        """Include the core, because plans contain its calls."""
-        return f"{super().fingerprint()}-core {'absent' if native.absent() else native.isa()}"
+        """Include the core and its build, because plans contain its calls."""
+        core = "absent" if native.absent() else f"{native.isa()} {machine.sources('fusewright_int8')[:16]}"
+        return f"{super().fingerprint()}-core {core}"
 
     @classmethod
     def quantization(cls) -> Quantization:
@@ -77,7 +79,9 @@ class X86Int8(QuantizedBackend):
 
     def why_not(self, op: OpView, graph: RegionGraph, note: str) -> str | None:
         found = why_not(op, graph)
-        taken = note.startswith(("int8", "in the call of"))
-        if found is None and not taken and static_input(op, graph) is not None and dense(op.out):
-            return "floats are faster for its shape, as was measured"
-        return found
+        known = static_input(op, graph) or (op.op == "linear" and float_input(op, graph))
+        if found is not None or not known or note.startswith(("int8", "in the call of")):
+            return found
+        if not laid_out(op, op.out, known.value):
+            return "of symbolic size, with a result in another layout than its input's rows"
+        return "floats are faster for its shape, as was measured"

@@ -33,12 +33,11 @@ from fusewright_int8.lowerings import (
     beside_rows,
     bias_of,
     centered,
-    dense,
     emit_rows,
     epilogue,
     note,
     post_of,
-    shaped,
+    rows_fit,
     spec_of,
     why_not,
 )
@@ -101,7 +100,7 @@ def _weighted(m: Match, b: Builder) -> Weight | None:
 def dynamic_when(m: Match, b: Builder) -> bool:
     """Whether a linear has an input quantized by a known rule, and can be int8."""
     x = float_input(m.anchor, b.graph)
-    return x is not None and _weighted(m, b) is not None and dense(m.out) and shaped(m, x.value)
+    return x is not None and _weighted(m, b) is not None and rows_fit(m.out, x.value)
 
 
 def _dynamic_pays(e: Engine, m: Match, b: Builder) -> bool:
@@ -141,7 +140,7 @@ def _computed(op: OpView, graph: RegionGraph) -> Quantized | None:
 
 def _computed_when(m: Match, b: Builder) -> bool:
     x = _computed(m.anchor, b.graph)
-    return x is not None and _weighted(m, b) is not None and dense(m.out) and shaped(m, x.value)
+    return x is not None and _weighted(m, b) is not None and rows_fit(m.out, x.value)
 
 
 def _computed_pays(e: Engine, m: Match, b: Builder) -> bool:
@@ -161,10 +160,10 @@ def _computed_write(e: Engine, m: Match, b: Builder) -> None:
 def weight_only_when(m: Match, b: Builder) -> bool:
     """Whether a linear has an int8 weight and an input in floats."""
     op, w = m.anchor, _weighted(m, b)
-    if w is None or dequantized(op.arg("input"), b.graph, views=True) is not None or not dense(m.out):
+    if w is None or dequantized(op.arg("input"), b.graph, views=True) is not None:
         return False
     x = plain_input(m, b)
-    return spec_of(x).dtype in FLOATS and shaped(m, x) and not b.graph.is_const(op.arg("input")) and m.get("quantize") is None
+    return spec_of(x).dtype in FLOATS and rows_fit(m.out, x) and not b.graph.is_const(op.arg("input")) and m.get("quantize") is None
 
 
 def plain_input(m: Match, b: Builder) -> Value:

@@ -26,6 +26,7 @@ from fusewright.toolkit.region.quantized import (
     weight_of,
 )
 from fusewright.toolkit.region.rewrite import Row
+from fusewright.toolkit.rules.space import is_contiguous
 from fusewright_int8 import engines
 from fusewright_int8.engines import ENGINES, Convolution, Engine, Product, fastest, present
 from fusewright_int8.operators import name
@@ -118,18 +119,25 @@ def static_when(m: Match, b: Builder) -> bool:
         return False
     x = static_input(m.anchor, b.graph)
     assert x is not None
-    return why_not(m.anchor, b.graph) is None and dense(m.out) and (m.anchor.op != "linear" or shaped(m, x.value))
+    if why_not(m.anchor, b.graph) is not None:
+        return False
+    return laid_out(m.anchor, m.out, x.value)
+
+
+def laid_out(op: OpView, out: Value, x: Value) -> bool:
+    """Whether an engine makes `out` of a linear or convolution of `x` in the graph's layout; a convolution's is channels-last."""
+    return rows_fit(out, x) if op.op == "linear" else is_static(spec_of(out).shape[1:])
 
 
 def dense(value: Value) -> bool:
-    """Whether the strides that an engine gives the result are static, or equal the graph's."""
+    """Whether the strides of a row-major result are static, or equal the graph's for all its sizes."""
     spec = spec_of(value)
-    return is_static(spec.shape[1:]) or strides_of(spec) == spec.stride
+    return is_static(spec.shape[1:]) or is_contiguous(spec)
 
 
-def shaped(m: Match, x: Value) -> bool:
-    """Whether the rows of `x` give a result of the match's shape, or of a static one that a view can produce."""
-    return spec_of(x).shape[:-1] == spec_of(m.out).shape[:-1] or spec_of(m.out).static
+def rows_fit(out: Value, x: Value) -> bool:
+    """Whether the rows of `x` give `out`: in its shape, or in one that a view turns into it, for which sizes must be numbers."""
+    return dense(out) and (spec_of(x).shape[:-1] == spec_of(out).shape[:-1] or spec_of(out).static)
 
 
 def emit_rows(target: str, x: Value, rest: tuple[Any, ...], m: Match, b: Builder) -> None:
@@ -170,7 +178,7 @@ def _dense(shape: Sequence[Any], like: TensorSpec) -> TensorSpec | None:
 
 
 def strides_of(spec: TensorSpec, channels_last: bool = False) -> tuple[Any, ...]:
-    """Return dense strides: row-major, or channels-last for a batch of images."""
+    """Return dense strides: row-major, or channels-last for a batch of images. Only the first size may be symbolic."""
     order = [*range(spec.rank)]
     if channels_last:
         order = [0, *range(2, spec.rank), 1]
@@ -180,7 +188,7 @@ def strides_of(spec: TensorSpec, channels_last: bool = False) -> tuple[Any, ...]
         found[d] = step
         size = spec.shape[d]
         if d != order[0]:
-            step = step * (size if isinstance(size, int) else size.hint) if isinstance(step, int) else step
+            step = step * size
     return tuple(found[d] for d in range(spec.rank))
 
 

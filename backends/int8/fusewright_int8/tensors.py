@@ -19,7 +19,7 @@ from fusewright.toolkit.region.quantized import before_casts
 from fusewright.toolkit.region.rewrite import Row
 from fusewright_int8.engines import ENGINES, Engine
 from fusewright_int8.floats import EPS, FLOATS, FloatInput, fastest_dynamic, reads
-from fusewright_int8.lowerings import dense, emit_rows, note, post_of
+from fusewright_int8.lowerings import emit_rows, note, post_of, rows_fit
 from fusewright_int8.operators import name
 
 
@@ -60,7 +60,7 @@ def _through(value: Value, graph: RegionGraph, *names: str) -> Value:
 
 
 def _zero(value: Any, graph: RegionGraph) -> bool:
-    made = _back(_through(value, graph, "cast", "view"), graph, "full") if isinstance(value, Value) else None
+    made = _back(_through(value, graph, "cast", "view"), graph, "full", "full_like") if isinstance(value, Value) else None
     return (made is not None and made.arg("fill_value") == 0) or value == 0
 
 
@@ -194,8 +194,7 @@ def _affine_match(m: Match, trail: Trail, x: Value, weight: Value, scales: Value
     bias, unary = _finish(trail, spec_of(weight).shape[0], b)  # type: ignore[arg-type]
     found = m.with_ops(*trail.ops, affine=Affine(x, weight, scales, bias), unary=unary)
     fits = spec_of(found.out).dtype in FLOATS and spec_of(x).dtype in FLOATS and b.is_const(bias)
-    same = spec_of(found.out).shape[:-1] == spec_of(x).shape[:-1] or spec_of(found.out).static
-    return found if fits and same and dense(found.out) else None
+    return found if fits and rows_fit(found.out, x) else None
 
 
 def _affine_pays(e: Engine, m: Match, b: Builder) -> bool:

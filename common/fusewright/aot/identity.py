@@ -34,7 +34,7 @@ def of_machine(backend: Backend) -> Parts:
         "architecture": platform.machine(),
         "device, its features and libraries": backend.fingerprint(),
         "settings of torch": switches(),
-        "installed files": machine.sources("fusewright") + machine.sources(vendor),
+        "installed files": "".join(map(machine.sources, ("fusewright", "fusewright_native", vendor))),
     }
 
 

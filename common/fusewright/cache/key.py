@@ -34,7 +34,7 @@ def key_of(
             "versions": f"{__version__} {torch.__version__} {platform.python_version()} {platform.machine()} {format}",
             "workers": str(backend.policy().count_workers()),  # choices are measured with them
             "torch": switches(),
-            "sources": machine.sources("fusewright") + machine.sources(vendor),
+            "sources": "".join(map(machine.sources, ("fusewright", "fusewright_native", vendor))),
         }
     )
 

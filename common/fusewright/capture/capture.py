@@ -58,7 +58,8 @@ def through_aot(
     """Capture by AOTAutograd: correct for training, mutation, aliasing and tensor subclasses."""
     trackable = not any(isinstance(x, torch.Tensor) and x.is_inference() for x in example_inputs)
     untraced = next(filter(None, map(storage.untraced, example_inputs)), "")
-    wrapped = any(compat.is_wrapper(x) for x in example_inputs)
+    if wrapped := any(compat.is_wrapper(x) for x in example_inputs):
+        compat.forget_shardings()
 
     def compiler(phase: Phase) -> Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]:
         def compile_aten(aten: GraphModule, _: Sequence[Any]) -> Callable[..., Any]:

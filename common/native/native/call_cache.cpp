@@ -62,6 +62,9 @@ struct Arguments {
     return true;
   }
 
+  // The name of a keyword, which is no argument of that text.
+  bool add_name(PyObject* name) { return key.push_back('k'), add(name); }
+
  private:
   bool add_integer(PyObject* x) {
     int overflow;
@@ -77,10 +80,13 @@ struct Arguments {
     }
     return true;
   }
-  // Kernels assume the alignment of addresses, so it belongs to the key; an empty or freed tensor is left to Python.
+  // Kernels assume the alignment of addresses, so it belongs to the key. What is left to Python: tensors on several devices, without
+  // an address (empty ones, zeros without memory, freed ones), or views that negate. No kernel takes complex ones, which may conjugate.
   bool add_tensor(PyObject* x) {
     std::int64_t on, address;
+    bool negated;
     key.push_back('t');
+    if (!negates(x, &negated) || negated) return false;
     if (tensors == MOST_TENSORS || !append_layout(x, &on, &key) || !raw_address_of(x, &address) || !address) return false;
     key.push_back(address & 15);
     if (tensors && on != device) return false;
@@ -161,8 +167,9 @@ class CallCache : public Body {
     Py_ssize_t named = keywords ? PyTuple_GET_SIZE(keywords) : 0;
     given.key.reserve(64);
     bool known = true;
-    for (Py_ssize_t k = 0; known && k < count + named; ++k)
-      known = (k < count || given.add(PyTuple_GET_ITEM(keywords, k - count))) && given.add(args[k]);
+    for (Py_ssize_t k = 0; known && k < count; ++k) known = given.add(args[k]);
+    for (Py_ssize_t k = 0; known && k < named; ++k)
+      known = given.add_name(PyTuple_GET_ITEM(keywords, k)) && given.add(args[count + k]);
     PyErr_Clear();  // Python runs into the same error
     auto plain = [&](PyObject* f) { return PyObject_Vectorcall(f, args, static_cast<std::size_t>(count), keywords); };
     if (!known || !given.tensors) return plain(run_);

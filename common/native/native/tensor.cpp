@@ -39,7 +39,7 @@ struct Member {
   PyObject* read(PyObject* t) const { return get ? get(t, closure) : PyObject_GetAttr(t, name); }
 };
 
-Member data_ptr, version, get_device, dtype, shape, stride;
+Member data_ptr, version, get_device, dtype, shape, stride, is_neg;
 
 // Torch's own functions, if they can be called, and where in a Python tensor their argument lies.
 int (*own_address)(void*, void**) = nullptr;
@@ -81,7 +81,7 @@ bool bind_tensors(PyObject* tensor_class, PyObject* parameter_class, PyObject* w
   own_version = reinterpret_cast<std::int64_t (*)(const void*)>(counter);
   tensors = reinterpret_cast<PyTypeObject*>(tensor_class), parameters = parameter_class, on_null = without_memory;
   return data_ptr.bind("data_ptr") && version.bind("_version") && get_device.bind("get_device") && dtype.bind("dtype") &&
-         shape.bind("shape") && stride.bind("stride");
+         shape.bind("shape") && stride.bind("stride") && is_neg.bind("is_neg");
 }
 
 bool is_plain_tensor(PyObject* x) {
@@ -101,6 +101,13 @@ bool append_layout(PyObject* tensor, std::int64_t* device, std::vector<std::int6
   if (!append(shape.read(tensor), words)) return false;
   (*words)[rank] = static_cast<std::int64_t>(words->size() - rank) - 1;
   return append(stride.called(tensor), words);
+}
+
+bool negates(PyObject* tensor, bool* found) {
+  PyObject* answer = is_neg.called(tensor);
+  *found = answer == Py_True;
+  Py_XDECREF(answer);
+  return answer;
 }
 
 bool is_tensor(PyObject* x) { return tensors && PyObject_TypeCheck(x, tensors); }

@@ -31,6 +31,9 @@ bool device_of(PyObject* tensor, std::int64_t* device);
 // Append what a tensor's memory looks like: dtype, device (also stored in `device`), sizes and strides. False with an error set.
 bool append_layout(PyObject* tensor, std::int64_t* device, std::vector<std::int64_t>* words);
 
+// Whether the tensor is a view that negates its memory when it is read. False with an error set.
+bool negates(PyObject* tensor, bool* found);
+
 // Whether the object is of the tensor class itself, or of its class for parameters.
 bool is_plain_tensor(PyObject* x);
 

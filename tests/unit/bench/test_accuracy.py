@@ -58,6 +58,25 @@ def test_what_cancels_to_zero_is_judged_by_what_fp64_leaves_of_it():
     assert not judge(eager, lucky, wide + 1e-6).passed  # small, but not zero
 
 
+def test_an_order_of_additions_that_leaves_more_of_what_cancels_is_right():
+    """The gradient of a key's bias, to which a softmax is indifferent: 2.5 times eager's rounding, and wrong ones."""
+    torch.manual_seed(0)
+    given = torch.randn(3, 200, 32, dtype=torch.float64)
+
+    def gradient_rows(dtype):
+        q, k, v = given.to(dtype)
+        k.requires_grad_()
+        torch.nn.functional.scaled_dot_product_attention(q[None], k[None], v[None]).square().sum().backward()
+        return k.grad
+
+    rows = gradient_rows(torch.float32)
+    wide, eager = gradient_rows(torch.float64).sum(0), rows.sum(0)
+    assert wide.abs().max() < 1e-13 * rows.abs().sum(0).max(), "zero but for rounding"
+    assert judge(2.5 * eager, eager, wide).passed and judge(rows.cumsum(0)[-1], eager, wide).passed
+    for wrong in (20 * eager, rows[1:].sum(0), eager + 1e-3 * rows[0]):
+        assert not judge(wrong, eager, wide).passed
+
+
 def test_nan_and_inf_must_be_where_eager_has_them():
     eager = EAGER.clone()
     eager[0], eager[1] = math.nan, math.inf

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from fusewright.errors import without_memory
 from fusewright_triton.build.binaries import Binary
 from fusewright_triton.run.driver import DESCRIPTOR, Driver
 
@@ -59,14 +60,15 @@ class _Descriptor:
     address: int = -1
 
     def place(self, t: torch.Tensor) -> None:
-        address = t.data_ptr()
+        address = _address(t)
         if address != self.address:
             self.driver.describe(self.at, address, t.shape, t.stride(), self.how)
             self.address = address
 
 
 def _address(a: torch.Tensor | TensorDescriptor) -> int:
-    return (a.tensor if isinstance(a, TensorDescriptor) else a).data_ptr()
+    t = a.tensor if isinstance(a, TensorDescriptor) else a
+    return t.data_ptr() or without_memory(t)
 
 
 def bind(code: Binary, function: int, args: Sequence[Any], compiled_in: Sequence[bool], d: Driver) -> Bound:

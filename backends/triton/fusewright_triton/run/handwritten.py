@@ -357,4 +357,19 @@ def operator(schema: str, run: Callable[..., Any], meta: Callable[..., Any]) -> 
     own.impl(name, meta, "Meta")
     _libraries.append(own)  # its definitions live as long as it does
     OPERATORS[f"{NAMESPACE}::{name}.default"] = run
-    call_directly(f"{NAMESPACE}::{name}.default", functools.partial(call_cache.cached, run))
+    call_directly(f"{NAMESPACE}::{name}.default", functools.partial(call_cache.cached, resolving(run)))
+
+
+def resolving(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap what is called without torch's dispatcher, so that it gets lazily negated and conjugated views as the dispatcher passes
+    them: in memory."""
+
+    @functools.wraps(run)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return run(*map(_resolved, args), **{name: _resolved(a) for name, a in kwargs.items()})
+
+    return call
+
+
+def _resolved(a: Any) -> Any:
+    return a.resolve_conj().resolve_neg() if isinstance(a, torch.Tensor) else a

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fusewright import _torch_compat, machine
+from fusewright.errors import FreedStorageError
 from fusewright.plan import native
 from fusewright_triton import target
 from fusewright_triton.build.binaries import Binary
@@ -171,6 +172,47 @@ def test_another_layout_is_another_call(driver: Recorder, change: str) -> None:
     assert by_native[:-1] == driver.launches[-1][:-1]
     differing = [k for k, (a, b) in enumerate(zip(by_native[-1], driver.launches[-1][-1], strict=True)) if a != b]
     assert set(differing) <= {own, 5 if other[1] is None else own}
+
+
+def test_a_text_is_not_the_name_of_a_keyword(driver: Recorder) -> None:
+    run = Scaled()
+    fast = call_cache.cached(run)
+    x, scale = given()
+    for _ in range(3):
+        fast(x, scale, 0.5, "a", "more", True)
+    fast(x, scale, 0.5, "a", more=True)
+    assert run.runs == 3
+
+
+def test_a_view_that_negates_is_resolved_in_python(driver: Recorder) -> None:
+    """Its memory has the layout of a view that does not, and holds other values."""
+    seen: list[Tensor] = []
+
+    def run(x: Tensor, scale: Tensor) -> Tensor:
+        seen.append(scale)
+        return Scaled()(x, scale, 0.5, "a")
+
+    fast = call_cache.cached(handwritten.resolving(run))
+    z, (x, _) = torch.tensor([1 + 2j, 3 + 4j, 5 + 6j]), given()
+    for _ in range(3):
+        fast(x, z.imag)
+    assert len(seen) == 2 and driver.launches[-1][-1][5] == z.imag.data_ptr()
+    for _ in range(3):
+        fast(x, z.conj().imag)
+        assert not seen[-1].is_neg() and seen[-1].tolist() == [-2, -4, -6]
+        assert driver.launches[-1][-1][5] == seen[-1].data_ptr()
+    assert len(seen) == 5
+
+
+def test_freed_memory_is_an_error(driver: Recorder) -> None:
+    fast = call_cache.cached(Scaled())
+    x, scale = given()
+    for _ in range(3):
+        fast(x, scale, 0.5, "a")
+    for freed in (scale, x):
+        freed.untyped_storage().resize_(0)
+        with pytest.raises(FreedStorageError, match="has no memory"):
+            fast(x, scale, 0.5, "a")
 
 
 def test_addresses_follow_the_arguments_even_if_two_share_memory(driver: Recorder) -> None:
