@@ -52,6 +52,20 @@ def test_a_result_has_another_shape_than_traced(used: bool) -> None:
             torch.testing.assert_close(g, w)
 
 
+def test_a_quantized_result_is_traced_as_floats() -> None:
+    """No FakeTensor can have its scale, so eager runs what reads it, and kernels the rest."""
+
+    def f(x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = torch.quantize_per_tensor(x.exp().tanh(), 0.1, 0, torch.qint8).dequantize() + 1
+        return x
+
+    x = torch.randn(6, 4)
+    compiled = torch.compile(f, backend="x86_onednn", options={"fallback": "allow"})
+    for _ in range(2):
+        torch.testing.assert_close(compiled(x), f(x))
+
+
 @torch.library.custom_op("fusewright_tests::doubled", mutates_args=())
 def doubled(x: Tensor) -> Tensor:
     return x * 2

@@ -38,7 +38,7 @@ def fake_like(
 def mend(graph: Graph, node: Node, actual: torch.Tensor) -> None:
     """Give `node` the dtype, strides and device of its actual result, and update its users.
 
-    ValueError if the shape differs, which is not a mere metadata error.
+    ValueError if it is quantized, or its shape differs, which is not a mere metadata error.
     """
     val = value_of(node)
     if not isinstance(val, torch.Tensor) or not _could_have(val, actual):
@@ -49,9 +49,10 @@ def mend(graph: Graph, node: Node, actual: torch.Tensor) -> None:
 
 
 def _could_have(val: torch.Tensor, actual: torch.Tensor) -> bool:
-    """Whether the shape of `actual` is the traced one. An asserted size is a number, though torch holds a symbol."""
+    """Whether a FakeTensor can have the metadata of `actual`, and its shape is the traced one. No FakeTensor has the scale of a
+    quantized tensor; an asserted size is a number, though torch holds a symbol."""
     sizes = tensor_spec(val).shape
-    return len(sizes) == actual.dim() and all(
+    return not actual.is_quantized and len(sizes) == actual.dim() and all(
         not isinstance(s, int) or s == n for s, n in zip(sizes, actual.shape, strict=True)
     )
 

@@ -371,7 +371,8 @@ def _metadata(value: Any) -> str:
 
 
 def classes(graph: Graph) -> Callable[[list[Any]], Hashable] | None:
-    """Map a call to its size class: for each symbolic input size, its power of two. None if all sizes are static."""
+    """Map a call to its size class: for each symbolic input size, its power of two. None if all sizes are static. The ragged size
+    of a nested tensor is no number, and has no class."""
     numbers: list[int] = []
     shapes: list[tuple[int, int]] = []
     for k, n in enumerate(graph.find_nodes(op="placeholder")):
@@ -383,5 +384,5 @@ def classes(graph: Graph) -> Callable[[list[Any]], Hashable] | None:
     if not numbers and not shapes:
         return None
     return lambda args: (
-        *(int(args[k]).bit_length() for k in numbers), *(args[k].shape[d].bit_length() for k, d in shapes)
+        *(args[k].bit_length() for k in numbers if isinstance(args[k], int)), *(args[k].shape[d].bit_length() for k, d in shapes)
     )  # fmt: skip

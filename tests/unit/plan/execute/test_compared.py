@@ -367,3 +367,17 @@ def test_random_numbers_writes_and_gradients_are_those_of_one_call_each(
         torch.testing.assert_close(w.grad, again.grad)
         torch.testing.assert_close(held, same)
     assert ran["shadow"] >= 2 * LOSSES and bool(ran["eager"]) == eager_wins
+
+
+@pytest.mark.usefixtures("stepping")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+def test_the_ragged_size_of_a_nested_tensor_has_no_class() -> None:
+    """It stands only for itself, and is no number."""
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return x.exp() * x.sin()
+
+    compiled = torch.compile(f, backend="fusewright_interp", options={"fallback": "allow", "cache": False})
+    for lengths in ((3, 5), (1, 4), (2, 2), (6, 1)):
+        x = torch.nested.nested_tensor([torch.randn(n, 4) for n in lengths], layout=torch.jagged)
+        torch.testing.assert_close(compiled(x).values(), f(x).values())
