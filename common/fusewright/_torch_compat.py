@@ -285,13 +285,6 @@ def is_composite(op: Any) -> bool:
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd"))
 
 
-def op_database_lacks() -> str:
-    """A package that torch's OpInfo database needs and that is not installed, or ""."""
-    from importlib.util import find_spec
-
-    return next((name for name in ("expecttest", "pytest") if find_spec(name) is None), "")
-
-
 def op_database() -> Sequence[Any]:
     """Torch's OpInfo database: operators with samples, dtypes and errors, used for torch's own tests."""
     from torch.testing._internal.common_methods_invocations import op_db

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from fusewright import _torch_compat, registry
+from fusewright import registry
 from fusewright.cli import conformance as command
 from fusewright.cli.conformance import conformance
 from fusewright.conformance.jobs import levels, run
@@ -68,14 +68,14 @@ def test_a_backend_without_a_device_is_not_called_right() -> None:
 
 
 def test_a_backend_that_does_not_exist_is_told_before_anything_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_torch_compat, "op_database_lacks", lambda: "expecttest")
+    monkeypatch.setattr(opinfo, "lacks", lambda: "expecttest")
     monkeypatch.setattr(run, "checks", lambda *given: pytest.fail("something was run"))
     done = CliRunner().invoke(conformance, ["--backend", "fusewright_null", "--backend", "nosuch"])
     assert isinstance(done.exception, UnknownBackendError) and "valid names" in str(done.exception)
 
 
 def test_what_needs_no_device_needs_no_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_torch_compat, "op_database_lacks", lambda: "expecttest")
+    monkeypatch.setattr(opinfo, "lacks", lambda: "expecttest")
     monkeypatch.setattr(Settings, "device", lambda self: Unavailable("none here", "buy one"))
     found = levels.jobs(list(levels.LEVELS), Settings("fusewright_null"))
     assert {j["part"] for j in found} == {"contract"}

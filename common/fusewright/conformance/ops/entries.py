@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import torch
 
-from fusewright import _torch_compat as compat
 from fusewright.conformance.ops import opinfo
 from fusewright.conformance.settings import Settings
 from fusewright.conformance.verdicts import Check, Verdict
@@ -21,7 +20,7 @@ def names(settings: Settings) -> list[str]:
     """ "entry dtype", dtype by dtype; none where the settings leave the database out."""
     if not settings.opinfo:
         return []
-    if missing := compat.op_database_lacks():
+    if missing := opinfo.lacks():
         raise FusewrightError(
             f"torch's OpInfo database needs {missing}: pip install 'fusewright[conformance]', or give --no-opinfo"
         )

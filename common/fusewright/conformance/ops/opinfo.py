@@ -8,6 +8,7 @@ import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -44,6 +45,11 @@ class Outcome:
         theirs = {f.split(":")[0] for f in judge()}
         for f in found:
             (self.shared if f.split(":")[0] in theirs else self.problems).append(f"{where}: {f}")
+
+
+def lacks() -> str:
+    """A package that torch's OpInfo database needs and that is not installed, or ""."""
+    return next((name for name in ("expecttest", "pytest") if find_spec(name) is None), "")
 
 
 def entries(dtype: torch.dtype, device: str = HOST) -> list[str]:
