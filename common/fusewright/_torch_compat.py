@@ -593,12 +593,13 @@ def _counted(kind: str) -> dict[str, int]:
 
 
 class DynamoCall(NamedTuple):
-    """A call of a compiled function, in which Dynamo compiles a graph: an object for the function, the hooks that run at the start
-    of each of its calls (and return what runs at the end), the call's identity, the code that is traced, those that are running."""
+    """A call in which Dynamo compiles a graph: an object for the compiled function, hooks at the start of its calls (each returns
+    one for the end), the call's identity, the callable that it enters, the code that is traced, and those that are running."""
 
     function: object
     hooks: list[Callable[[], Callable[[], None]]]
     id: int
+    entered: object
     code: CodeType
     running: Sequence[CodeType]
 
@@ -611,9 +612,9 @@ def current_call() -> DynamoCall | None:
     function = start.f_locals.get("self") if start else None
     hooks = getattr(function, "enter_exit_hooks", None)
     traced = getattr(getattr(tls, "current_tx", None), "f_code", None)
-    if hooks is None or traced is None:
+    if start is None or hooks is None or traced is None:
         return None
-    return DynamoCall(function, hooks, id(start), traced, [f.f_code for f in running if f])
+    return DynamoCall(function, hooks, id(start), start.f_locals.get("fn"), traced, [f.f_code for f in running if f])
 
 
 def arguments_of_call() -> list[Any]:

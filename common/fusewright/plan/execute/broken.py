@@ -84,17 +84,19 @@ class BrokenCalls:
         self.name, self.codes = name, set[CodeType]()
         self._may = may
         self._call: int | None = None
+        self._traced = set[CodeType]()
         self._trials: dict[Hashable, Trial] = {}
         self._thread: int | None = None
 
     def has_another(self, call: compat.DynamoCall) -> bool:
         """Note a graph that is compiled in a call. Return whether the call has another one."""
-        outer = {_place(code) for code in self.codes}
-        inside = any(_place(code) in outer for code in call.running)
-        another = inside or (self._call == call.id and call.code not in self.codes)
+        running = {_place(code) for code in call.running}
+        inside = any(_place(code) in running for code in self._traced)
+        another = inside or (self._call == call.id and call.code not in self._traced)
         self._call = call.id
-        if not inside:
-            self.codes.add(call.code)
+        self._traced.add(call.code)
+        entered = _code_of(call.entered)
+        self.codes.add(entered if entered is not None and _place(entered) in running else call.code)
         return another
 
     def __call__(self) -> Callable[[], None]:
@@ -146,6 +148,12 @@ class BrokenCalls:
                 "fusewright: %s: a call with graph breaks takes %.3f ms compiled and %.3f ms in eager; eager runs such calls from "
                 "now on. See its breaks: fusewright explain", self.name, plan, eager,
             )  # fmt: skip
+
+
+def _code_of(function: object) -> CodeType | None:
+    """The code of a function, or of a module's `forward` if the function calls the module."""
+    module = getattr(function, "__self__", None)
+    return getattr(module.forward if isinstance(module, torch.nn.Module) else function, "__code__", None)
 
 
 def _place(code: CodeType) -> tuple[str, int, str]:

@@ -176,3 +176,18 @@ def test_breaks_inside_of_modules_are_found_and_hooks_run_once_a_call(world: Wor
     results = [g(X) for _ in range(DECIDED)]
     assert all(torch.equal(r, 4 * X) for r in results)
     assert seen == [float((4 * X).sum())] * DECIDED
+
+
+def test_eager_runs_all_of_a_call_whose_graphs_are_in_inner_functions(world: World) -> None:
+    inner = in_two_parts(world)
+    ran = list[Verdict]()
+
+    def outer(x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        ran.append("eager" if sys._getframe().f_code is outer.__code__ else "plan")
+        return inner(x)
+
+    g = compiled(outer)
+    for _ in range(DECIDED):
+        g(X)
+    assert (ran[-1], world.ran[-1]) == ("eager", "eager")
