@@ -13,7 +13,8 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -454,30 +455,6 @@ def disable_autocast() -> Any:
     return torch._C._DisableAutocast()
 
 
-_NOT_ELEMENTWISE = frozenset(
-    "copy_ set_ as_strided_ resize_ resize_as_ detach_ requires_grad_ t_ transpose_ unsqueeze_ squeeze_".split()
-)
-"""In-place ops that change more than values: their out-of-place form means something else."""
-
-
-def out_of_place(op: Any) -> Any | None:
-    """`aten.add.Tensor` for `aten.add_.Tensor`; None for other kinds of mutating ops (out=, copy_, set_, random ones)."""
-    base, _, overload = op._schema.name.partition("::")[2], "", op._overloadname
-    if op.namespace != "aten" or not base.endswith("_") or torch.Tag.nondeterministic_seeded in op.tags:
-        return None
-    if base in _NOT_ELEMENTWISE:
-        return None
-    packet = getattr(torch.ops.aten, base[:-1], None)
-    names = [] if packet is None else sorted(packet.overloads(), key=lambda name: name != overload)
-    # `pow_.Scalar` corresponds to `pow.Tensor_Scalar`: `pow.Scalar` has the same argument names, but a number as its base
-    return next((f for f in (getattr(packet, n) for n in names) if _taken(f) == _taken(op)), None)
-
-
-def _taken(op: Any) -> list[tuple[str, str]]:
-    """Names and types of an operator's arguments."""
-    return [(a.name, str(a.type)) for a in op._schema.arguments]
-
-
 def storage_id(t: torch.Tensor) -> int:
     """Identity of the memory behind a (fake) tensor: equal for a tensor and its views."""
     return int(t.untyped_storage()._cdata)
@@ -601,6 +578,53 @@ def _counted(kind: str) -> dict[str, int]:
     return {str(what): int(n) for what, n in counters[kind].items()}
 
 
+class DynamoCall(NamedTuple):
+    """A call in which Dynamo compiles a graph: an object for the compiled function, hooks at the start of its calls (each returns
+    one for the end), the call's identity, the callable that it enters, the code that is traced, and those that are running."""
+
+    function: object
+    hooks: list[Callable[[], Callable[[], None]]]
+    id: int
+    entered: object
+    code: CodeType
+    running: Sequence[CodeType]
+
+
+def current_call() -> DynamoCall | None:
+    """The innermost call in which Dynamo is compiling; None if there is none, or this torch has no hooks."""
+    from torch._dynamo.symbolic_convert import tls
+
+    *running, start = _frames_of_call()
+    function = start.f_locals.get("self") if start else None
+    hooks = getattr(function, "enter_exit_hooks", None)
+    traced = getattr(getattr(tls, "current_tx", None), "f_code", None)
+    if start is None or hooks is None or traced is None:
+        return None
+    return DynamoCall(function, hooks, id(start), start.f_locals.get("fn"), traced, [f.f_code for f in running if f])
+
+
+def arguments_of_call() -> list[Any]:
+    """In one of `DynamoCall.hooks`: the arguments of the call."""
+    start = _frames_of_call()[-1]
+    return [*start.f_locals["args"], *start.f_locals["kwargs"].values()] if start else []
+
+
+def _frames_of_call() -> list[FrameType | None]:
+    """What runs now, up to the innermost call of a compiled function; at the end None if there is none."""
+    found: list[FrameType | None] = [sys._getframe()]
+    while (f := found[-1]) and (f.f_code.co_name, f.f_globals.get("__name__")) != ("compile_wrapper", f"{DYNAMO}.eval_frame"):
+        found.append(f.f_back)
+    return found
+
+
+def set_skipped(code: CodeType, skipped: bool) -> None:
+    """Let Python run `code` and what it calls, or let Dynamo do so again."""
+    from torch._dynamo.eval_frame import FrameAction, FrameExecStrategy, set_code_exec_strategy
+
+    action = FrameAction.SKIP if skipped else FrameAction.DEFAULT
+    set_code_exec_strategy(code, FrameExecStrategy(action, action))
+
+
 def around_compilations(start: Callable[[Any], None], end: Callable[[Any], None]) -> None:
     """Let Dynamo, if it is imported, call `start` and `end` around its compilations until `torch.compiler.reset`."""
     handler = getattr(sys.modules.get(DYNAMO), "callback_handler", None)
@@ -684,30 +708,6 @@ def forward_results() -> int:
 
     meta = getattr(TracingContext.try_get(), "fw_metadata", None)
     return int(getattr(meta, "num_forward", 0) or 0)
-
-
-_COLLECTIVE = frozenset({
-    "c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "symm_mem", "_dtensor",
-})  # fmt: skip
-"""Namespaces of operators for communication between processes."""
-
-_LOCAL = frozenset({
-    "aten", "prims", "prim", "quantized", "_quantized", "quantized_decomposed", "mkldnn", "mkldnn_prepacked", "mkl", "onednn",
-    "inductor", "profiler", "rngprims", "debugprims", "torchvision", "torchaudio", "torchao", "cudnn", "sparse", "_test",
-})  # fmt: skip
-"""Namespaces of operators that do not communicate."""
-
-
-def communicates(namespace: str, unknown: bool = True) -> bool:
-    """Whether operators of a namespace may wait for other processes. Unknown ones may, unless there is only one process."""
-    if namespace in _COLLECTIVE:
-        return True
-    return unknown and not only_computes(namespace) and several_processes()
-
-
-def only_computes(namespace: str) -> bool:
-    """Whether operators of a namespace are known to have no effect besides their results, writes and random numbers."""
-    return namespace in _LOCAL or namespace.startswith("fusewright")
 
 
 def several_processes() -> bool:

@@ -66,6 +66,7 @@ def compile_dynamo(
     from fusewright import pipeline, registry
     from fusewright.capture import capture, layouts, masks
     from fusewright.capture.tables import host_tables
+    from fusewright.plan.execute import broken
 
     cls = registry.info(name).cls
     parsed = _parsed(cls, options, mode)
@@ -80,6 +81,8 @@ def compile_dynamo(
     if backend.device_type == _device_type(example_inputs):
         backend.prepare()
     comparison = pipeline.comparison(backend, parsed)
+    if comparison is not None and backend.device_type == HOST:  # a device's work ends after the call
+        broken.watch(name, comparison.may)
     if backend.constant_masks:
         masks.fold(gm)
 

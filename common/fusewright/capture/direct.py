@@ -299,7 +299,7 @@ class _Recorder(Interpreter):
 
     def _functional(self, func: Any, written: Any, whole: torch.Tensor | None) -> Any:
         """The out-of-place form of `add_` and the like, if nobody else can see the write, or all who can are known."""
-        op = compat.out_of_place(func)
+        op = _out_of_place(func)
         if whole is not None and func is torch.ops.aten.copy_.default:
             return torch.ops.aten.copy.default
         if op is None:
@@ -362,3 +362,27 @@ def _storage(t: torch.Tensor) -> int:
 def _same_type(a: Any, b: torch.Tensor, strides: bool = True) -> bool:
     same = isinstance(a, torch.Tensor) and (a.dtype, a.shape) == (b.dtype, b.shape)
     return same and (not strides or a.stride() == b.stride())
+
+
+_NOT_ELEMENTWISE = frozenset(
+    "copy_ set_ as_strided_ resize_ resize_as_ detach_ requires_grad_ t_ transpose_ unsqueeze_ squeeze_".split()
+)
+"""In-place ops that change more than values: their out-of-place form means something else."""
+
+
+def _out_of_place(op: Any) -> Any | None:
+    """`aten.add.Tensor` for `aten.add_.Tensor`; None for other kinds of mutating ops (out=, copy_, set_, random ones)."""
+    base, _, overload = op._schema.name.partition("::")[2], "", op._overloadname
+    if op.namespace != "aten" or not base.endswith("_") or torch.Tag.nondeterministic_seeded in op.tags:
+        return None
+    if base in _NOT_ELEMENTWISE:
+        return None
+    packet = getattr(torch.ops.aten, base[:-1], None)
+    names = [] if packet is None else sorted(packet.overloads(), key=lambda name: name != overload)
+    # `pow_.Scalar` corresponds to `pow.Tensor_Scalar`: `pow.Scalar` has the same argument names, but a number as its base
+    return next((f for f in (getattr(packet, n) for n in names) if _taken(f) == _taken(op)), None)
+
+
+def _taken(op: Any) -> list[tuple[str, str]]:
+    """Names and types of an operator's arguments."""
+    return [(a.name, str(a.type)) for a in op._schema.arguments]

@@ -16,6 +16,7 @@ from fusewright.graph import spec
 from fusewright.graph.effects import asserts, communicates, draws, exposed, names_sizes, operator_asserts, writes
 from fusewright.graph.view import GraphIndex, is_op, is_projection
 from fusewright.interface import Phase, TensorSpec, is_static
+from fusewright.ops import namespaces
 
 COMPUTED_ONCE = "computed once"
 """Mark in a node's metadata: computed from weights, it is a constant however much room it takes."""
@@ -85,7 +86,7 @@ def repeatable(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], kn
     if any(r.type.kind() not in ("TensorType", "ListType") for r in operator._schema.returns):
         return False  # a number, which sizes may depend on
     row = ops.find(operator)
-    return (row is None or "empty" not in row.name) and not compat.communicates(operator.namespace, unknown=not known)
+    return (row is None or "empty" not in row.name) and not namespaces.communicates(operator.namespace, unknown=not known)
 
 
 def fits(made: Iterable[TensorSpec], given: Iterable[TensorSpec]) -> bool:

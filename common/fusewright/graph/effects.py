@@ -11,6 +11,7 @@ from torch.fx import Graph, Node
 from fusewright import _torch_compat as compat
 from fusewright import ops
 from fusewright.graph.view import is_op, is_projection
+from fusewright.ops import namespaces
 
 
 def writes(node: Node) -> bool:
@@ -49,7 +50,7 @@ def communicates(node: Node) -> bool:
     op. Such a node runs exactly once per call of its graph, in graph order, whatever a process finds faster or has to repeat:
     the other processes cannot know."""
     if is_op(node):
-        return compat.communicates(node.target.namespace)  # type: ignore[union-attr]
+        return namespaces.communicates(node.target.namespace)  # type: ignore[union-attr]
     known = getattr(node.target, "__module__", "") in ("_operator", "operator", "math", "builtins")
     return node.op == "call_function" and not known and compat.several_processes()
 
@@ -91,7 +92,7 @@ def may_share(node: Node) -> bool:
 def overload_may_share(target: Any) -> bool:
     """Whether a result of an operator may share memory with an input. In the opset, only views do. All collectives do: they
     read their inputs until their results are waited for, and the wait returns the same tensor."""
-    if compat.communicates(target.namespace, unknown=False):
+    if namespaces.communicates(target.namespace, unknown=False):
         return True
     row = ops.find(target)
     return (row is None or row.kind is ops.Kind.VIEW) and compat.may_return_alias(target)

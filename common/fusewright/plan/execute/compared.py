@@ -186,7 +186,7 @@ class Comparison:
     """
 
     def __init__(self, name: str, scope: str, persist: bool, may: Callable[[], bool]) -> None:
-        self.name, self.scope, self._persist, self._may = name, f"{scope}|never_slower", persist, may
+        self.name, self.scope, self._persist, self.may = name, f"{scope}|never_slower", persist, may
         self._trials: dict[Hashable, Trial] = {}
         self._known: dict[str, str] = {}
         self._text = ""
@@ -263,7 +263,7 @@ class Comparison:
 
     def _measured(self, half: Half, plan: Run, trial: Trial, args: list[Any], due: bool) -> Any:
         """A call that is timed, beside eager if that is `due`."""
-        if due and self._may() and _one.acquire(blocking=False):
+        if due and self.may() and _one.acquire(blocking=False):
             try:
                 return self._compare(half, plan, trial, args)
             finally:

@@ -22,6 +22,7 @@ from fusewright import machine, storage
 from fusewright.graph.effects import communicates, draws, may_share, writes, written
 from fusewright.graph.view import is_op, is_projection
 from fusewright.interface import HOST
+from fusewright.ops import namespaces
 from fusewright.plan.execute.firstrun import generators
 
 clock = time.perf_counter
@@ -138,7 +139,7 @@ def why_not(graph: Graph) -> str:
             return f"torch cannot wait for the device {device}"
         if n.op in ("call_module", "call_method") or communicates(n):
             return f"it calls {n.target}"
-        known = compat.only_computes(n.target.namespace) if is_op(n) else compat.computes(n.target)
+        known = namespaces.only_computes(n.target.namespace) if is_op(n) else compat.computes(n.target)
         if n.op == "call_function" and not known:
             return f"{n.target} may have effects of its own"
     held = any(r.op == "get_attr" for r in _written_roots(graph))

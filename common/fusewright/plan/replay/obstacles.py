@@ -7,9 +7,9 @@ from collections.abc import Mapping
 
 import torch
 
-from fusewright import _torch_compat as compat
 from fusewright import ops
 from fusewright.interface import HOST, TensorSpec
+from fusewright.ops import namespaces
 from fusewright.plan.build import Plan, operator_of, written_values
 from fusewright.plan.ir import Call, CallPython, Instruction, Launch, Ref, reads, refs
 from fusewright.plan.memory import roots_of
@@ -146,7 +146,7 @@ def communicates(i: Instruction) -> bool:
     """Whether an instruction is a collective or, among several processes, an unknown operator. It is never repeated to warm up,
     measured or recorded, because the other processes would have to do the same at the same call."""
     operator = operator_of(i.target) if isinstance(i, Call) else None
-    return operator is not None and compat.communicates(operator.namespace)
+    return operator is not None and namespaces.communicates(operator.namespace)
 
 
 def _pending(plan: Plan) -> str | None:

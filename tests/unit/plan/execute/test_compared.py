@@ -289,14 +289,14 @@ def test_it_is_off_where_all_must_run_as_compiled(options: dict[str, Any]) -> No
 def test_it_is_off_in_a_process_group_while_profiling_and_under_modes(monkeypatch: pytest.MonkeyPatch) -> None:
     parsed = Options()
     found = pipeline.comparison(registry.create("fusewright_null", parsed), parsed)
-    assert found is not None and found._may()
+    assert found is not None and found.may()
     with torch.profiler.profile():
-        assert not found._may()
+        assert not found.may()
     with FlopCounterMode(display=False):
-        assert not found._may()
+        assert not found.may()
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    assert not found._may()
+    assert not found.may()
     assert pipeline.comparison(registry.create("fusewright_null", parsed), parsed) is None
 
 

@@ -1,0 +1,193 @@
+"""Calls with graph breaks are compared with eager as a whole, with a fake clock: a call takes what the test says of who runs it."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from fusewright.plan.execute import broken
+from fusewright.plan.execute.broken import FEW_ROUNDS, FIRST, LENGTH, ROUNDS, Trial
+from fusewright.plan.execute.compared import SHARE, Verdict
+
+DECIDED = FIRST + ROUNDS * SHARE
+"""A call after the last round."""
+
+
+class World:
+    """A fake clock, and what ran the calls: "plan" if Dynamo's code did."""
+
+    def __init__(self) -> None:
+        self.now, self.ran = 0.0, list[Verdict]()
+        self.takes: dict[Verdict, float] = {"plan": 2.0, "eager": 1.0}
+        self.fails = False
+
+    def works(self, function: Callable[..., Tensor]) -> None:
+        """Take the time of a call of `function`, which called this."""
+        frame = sys._getframe()
+        while frame.f_code.co_name not in (function.__name__, f"torch_dynamo_resume_in_{function.__name__}"):
+            assert frame.f_back is not None
+            frame = frame.f_back
+        self.ran.append("eager" if frame.f_code is function.__code__ else "plan")
+        self.now += self.takes[self.ran[-1]]
+        if self.fails:
+            raise ValueError("a user's error")
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    torch.compiler.reset()
+    made = World()
+    monkeypatch.setattr(broken, "clock", lambda: made.now)
+    with torch.no_grad():
+        yield made
+    torch.compiler.reset()
+
+
+def in_two_parts(world: World) -> Callable[[Tensor], Tensor]:
+    @torch.compiler.disable
+    def works() -> None:
+        world.works(in_parts)
+
+    def in_parts(x: Tensor) -> Tensor:
+        x = x.sin()
+        works()
+        return x.cos()
+
+    return in_parts
+
+
+def compiled(f: Callable[[Tensor], Tensor], **options: bool) -> Callable[[Tensor], Tensor]:
+    return torch.compile(f, backend="fusewright_null", options=dict(options))
+
+
+X = torch.linspace(0, 1, 8)
+
+
+def test_eager_runs_calls_with_breaks_if_it_is_faster(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    f = in_two_parts(world)
+    g = compiled(f)
+    with caplog.at_level(logging.WARNING, "fusewright"):
+        results = [g(X) for _ in range(DECIDED)]
+    assert all(torch.equal(r, X.sin().cos()) for r in results)
+    assert world.ran[:FIRST] == ["plan"] * FIRST
+    assert world.ran[FIRST:][: 2 * LENGTH] == ["eager"] * LENGTH + ["plan"] * LENGTH
+    assert world.ran[-5:] == ["eager"] * 5
+    (said,) = [r.getMessage() for r in caplog.records if "graph breaks" in r.getMessage()]
+    assert "2000.000 ms compiled and 1000.000 ms in eager" in said
+
+
+def test_calls_stay_compiled_if_that_is_clearly_faster_after_a_few_rounds(world: World) -> None:
+    world.takes["eager"] = 3.0
+    g = compiled(in_two_parts(world))
+    for _ in range(DECIDED):
+        g(X)
+    assert world.ran.count("eager") == FEW_ROUNDS * LENGTH
+
+
+@pytest.mark.parametrize(("eager", "verdict"), [(0.96, "eager"), (0.98, "plan"), (1.05, "plan")])
+def test_what_is_close_is_decided_by_the_fastest_of_all_rounds(eager: float, verdict: str) -> None:
+    trial = Trial()
+    while trial.verdict is None:
+        who, measured = trial.turn()
+        if measured:  # every second call is disturbed
+            trial.add(who, (eager if who == "eager" else 1.0) + trial.calls % 2)
+    assert (trial.verdict, trial.rounds) == (verdict, ROUNDS)
+
+
+def test_a_verdict_is_for_sizes_and_for_one_compiled_function(world: World) -> None:
+    f = in_two_parts(world)
+    g = compiled(f)
+    for _ in range(DECIDED):
+        g(X)
+    g(torch.zeros(100))
+    assert world.ran.pop() == "plan"
+    g(X)
+    assert world.ran.pop() == "eager"
+    compiled(f)(X)
+    assert world.ran.pop() == "plan"
+
+
+def test_a_graph_without_breaks_is_not_watched(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(broken.BrokenCalls, "__call__", lambda self: pytest.fail("watched"))
+    g = compiled(lambda x: x.sin())
+    for shape in (8, 9, 10):  # also compiled again
+        for _ in range(3):
+            g(torch.zeros(shape))
+    assert len(broken._known) >= 1
+
+
+@pytest.mark.parametrize("option", ["never_slower", "strict"])
+def test_options_that_want_the_plan_keep_it(world: World, option: str) -> None:
+    g = compiled(in_two_parts(world), **{option: option == "strict"})
+    for _ in range(DECIDED):
+        g(X)
+    assert set(world.ran) == {"plan"}
+
+
+def test_calls_that_record_gradients_stay_compiled(world: World) -> None:
+    g = compiled(in_two_parts(world))
+    with torch.enable_grad():
+        for _ in range(DECIDED):
+            g(X.clone().requires_grad_()).sum().backward()
+    assert set(world.ran) == {"plan"}
+
+
+def test_calls_that_fail_are_not_counted(world: World) -> None:
+    g = compiled(in_two_parts(world))
+    g(X)
+    world.fails = True
+    for _ in range(DECIDED):
+        with pytest.raises(ValueError, match="a user's error"):
+            g(X)
+    assert world.ran[-SHARE:].count("eager") == LENGTH  # undecided
+
+
+def test_calls_from_several_threads_stay_compiled(world: World) -> None:
+    g = compiled(in_two_parts(world))
+
+    def calls() -> None:
+        with torch.no_grad():
+            for _ in range(FIRST):
+                g(X)
+
+    for _ in range(DECIDED // FIRST):
+        thread = threading.Thread(target=calls)
+        thread.start()
+        thread.join()
+    assert "eager" not in world.ran[FIRST:]
+
+
+class Layer(torch.nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if x.sum() > 0 else x - 1
+
+
+def test_breaks_inside_of_modules_are_found_and_hooks_run_once_a_call(world: World) -> None:
+    layers = torch.nn.Sequential(Layer(), Layer())
+    seen = list[float]()
+    layers[1].register_forward_hook(lambda m, given, result: seen.append(float(result.sum())))
+    g = torch.compile(layers, backend="fusewright_null")
+    results = [g(X) for _ in range(DECIDED)]
+    assert all(torch.equal(r, 4 * X) for r in results)
+    assert seen == [float((4 * X).sum())] * DECIDED
+
+
+def test_eager_runs_all_of_a_call_whose_graphs_are_in_inner_functions(world: World) -> None:
+    inner = in_two_parts(world)
+    ran = list[Verdict]()
+
+    def outer(x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        ran.append("eager" if sys._getframe().f_code is outer.__code__ else "plan")
+        return inner(x)
+
+    g = compiled(outer)
+    for _ in range(DECIDED):
+        g(X)
+    assert (ran[-1], world.ran[-1]) == ("eager", "eager")
