@@ -23,7 +23,7 @@ DEVICES = r"cpus?|gpus?|num_threads"
 """Forbidden in code and messages. Comments may speak of CPUs or GPUs in general."""
 
 ALLOWED: dict[str, tuple[str, str]] = {
-    "_torch_compat.py": ("cpu cublas cuda hipblas mkl mkldnn onednn cudnn", "torch's own names"),
+    "_torch_compat.py": ("cpu cublas cuda hipblas", "torch's own names"),
     "bench/contenders.py": ("num_threads", "torch's setting, which another runtime is given"),
     "bench/child.py": ("num_threads openmp", "torch's setting, on which a figure depends"),
     "bench/load.py": ("cpu", "lines of the kernel's account of who runs"),
@@ -43,6 +43,7 @@ ALLOWED: dict[str, tuple[str, str]] = {
     "interface.py": ("cpu", "torch's name of the host, once: `HOST`"),
     "machine.py": ("cpu cudnn x86 aarch64 arm64 amd64 avx neon sse sve", "names of the system and of torch.cpu"),
     "ops/dtype_rules.py": ("cpu", "what eager gives there"),
+    "ops/namespaces.py": ("cudnn mkl mkldnn onednn", "torch's namespaces of operators"),
     "ops/semantics/composite.py": ("cpu", "what eager gives there"),
     "ops/semantics/norm.py": ("cpu", "what eager gives there"),
     "ops/strides.py": ("cpu cuda mps", "what eager gives there"),
