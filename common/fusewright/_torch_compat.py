@@ -625,12 +625,15 @@ def set_skipped(code: CodeType, skipped: bool) -> None:
     set_code_exec_strategy(code, FrameExecStrategy(action, action))
 
 
-def around_compilations(start: Callable[[Any], None], end: Callable[[Any], None]) -> None:
-    """Let Dynamo, if it is imported, call `start` and `end` around its compilations until `torch.compiler.reset`."""
+def around_compilations(start: Callable[[Any], None], end: Callable[[Any], None]) -> bool:
+    """Let Dynamo, if it is imported, call `start` and `end` around its compilations until `torch.compiler.reset`. Return whether it
+    does so already."""
     handler = getattr(sys.modules.get(DYNAMO), "callback_handler", None)
-    if handler is not None and start not in handler.start_callbacks:
+    known = handler is not None and start in handler.start_callbacks
+    if handler is not None and not known:
         handler.register_start_callback(start)
         handler.register_end_callback(end)
+    return known
 
 
 def real_tensors() -> Any:

@@ -90,7 +90,7 @@ def inductor(
 
 def profiled(call: Callable[[], Any], rounds: int) -> list[list[tuple[str, float]]]:
     """What runs in each call of an Inductor graph on the host: names of kernels and operators, with seconds, in order."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile() as profile:
         for _ in range(rounds):
             call()
     graphs = [e for e in profile.events() or () if e.name.startswith("## Call CompiledFxGraph")]

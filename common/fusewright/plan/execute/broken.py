@@ -101,7 +101,9 @@ class BrokenCalls:
 
     def __call__(self) -> Callable[[], None]:
         """What Dynamo calls at the start of each call. Return what it calls at the end."""
-        if torch.is_grad_enabled():  # the backward would be in nobody's time
+        if not compat.around_compilations(_until_reset, _until_reset):
+            self._forget()
+        if torch.is_grad_enabled() or torch.are_deterministic_algorithms_enabled():  # backward would be in nobody's time
             return at_once
         trial = self._trial()
         if trial is None or trial.verdict == "plan":
@@ -117,6 +119,13 @@ class BrokenCalls:
             return at_once
         end = self._in_eager() if who == "eager" else at_once
         return partial(self._ended, trial, who, end, clock())
+
+    def _forget(self) -> None:
+        """Begin anew after `torch.compiler.reset`, with new graphs."""
+        self.codes.clear()
+        self._traced.clear()
+        self._trials.clear()
+        self._thread = None
 
     def _trial(self) -> Trial | None:
         given = compat.arguments_of_call()
@@ -161,6 +170,10 @@ def _place(code: CodeType) -> tuple[str, int, str]:
     return code.co_filename, code.co_firstlineno, code.co_name
 
 
+def _until_reset(_: object) -> None:
+    """What Dynamo calls around compilations as long as there was no reset."""
+
+
 _known: WeakKeyDictionary[Any, BrokenCalls] = WeakKeyDictionary()
 """By compiled function."""
 
@@ -170,6 +183,7 @@ def watch(name: str, may: Callable[[], bool]) -> None:
     call = compat.current_call()
     if call is None:
         return
+    compat.around_compilations(_until_reset, _until_reset)
     calls = _known.setdefault(call.function, BrokenCalls(name, may))
     if calls.has_another(call) and calls not in call.hooks:
         call.hooks.append(calls)

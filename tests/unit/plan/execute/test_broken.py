@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -156,10 +156,10 @@ def test_calls_from_several_threads_stay_compiled(world: World) -> None:
             for _ in range(FIRST):
                 g(X)
 
-    for _ in range(DECIDED // FIRST):
-        thread = threading.Thread(target=calls)
-        thread.start()
-        thread.join()
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:  # alive together, so of different identities
+        for _ in range(DECIDED // FIRST):
+            one.submit(calls).result()
+            other.submit(calls).result()
     assert "eager" not in world.ran[FIRST:]
 
 
@@ -191,3 +191,25 @@ def test_eager_runs_all_of_a_call_whose_graphs_are_in_inner_functions(world: Wor
     for _ in range(DECIDED):
         g(X)
     assert (ran[-1], world.ran[-1]) == ("eager", "eager")
+
+
+def test_a_reset_begins_anew(world: World) -> None:
+    g = compiled(in_two_parts(world))
+    for _ in range(DECIDED):
+        g(X)
+    torch.compiler.reset()
+    world.ran.clear()
+    for _ in range(DECIDED):
+        g(X)
+    assert world.ran[0] == world.ran[FIRST - 2] == "plan" and world.ran[-1] == "eager"
+
+
+def test_calls_that_must_be_deterministic_stay_compiled(world: World) -> None:
+    g = compiled(in_two_parts(world))
+    torch.use_deterministic_algorithms(True)
+    try:
+        for _ in range(DECIDED):
+            g(X)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert set(world.ran) == {"plan"}
