@@ -54,6 +54,7 @@ ALLOWED: dict[str, tuple[str, str]] = {
     "plan/ir.py": ("mkldnn", "a namespace of torch's operators"),
     "quantization/bench.py": ("onednn", "torch's name of an engine"),
     "report_page/chart.py": ("cpu", "the machine of a figure"),
+    "report_page/peers.py": ("cpu", "the name of a field of torch's profiler"),
     "rewrite/rules.py": ("cudnn gpus", "names of operators of torch"),
     "storage.py": ("mkldnn", "a layout of torch"),
 }
