@@ -14,7 +14,7 @@ import re
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +33,20 @@ class Job:
     dtype: str
 
 
+@dataclass(frozen=True)
+class Settings:
+    """How a child runs its entries."""
+
+    backend: str
+    dynamic: bool
+    device: str
+    samples: int
+    gradients: bool
+    threads: int
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     a = _arguments(argv)
-    if a.child:
-        return _child(a)
     jobs = _shard(_jobs(a), a.shard)
     if not jobs:
         print("no entry of the database matches", file=sys.stderr)
@@ -74,7 +84,6 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     p.add_argument("--threads", type=int, default=1, help="torch threads of a child")
     p.add_argument("--json", help="write every result to this file")
     p.add_argument("--verbose", action="store_true", help="print entries that are right too")
-    p.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     return p.parse_args(argv)
 
 
@@ -104,36 +113,23 @@ def _shard(jobs: list[Job], shard: str) -> list[Job]:
 def _run(jobs: Sequence[Job], a: argparse.Namespace, until: float) -> Iterator[dict[str, Any]]:
     """Yield results as they come from `--jobs` parallel children. No entry is begun after `until`."""
     env = {"FUSEWRIGHT_FALLBACK": "allow", "FUSEWRIGHT_SIMULATE": str(int(a.simulate))}
+    how = Settings(a.backend, a.dynamic, a.device, a.samples, a.gradients, a.threads)
 
     def ended(job: Mapping[str, Any], why: str) -> dict[str, Any]:
-        shared = not finishes(MODULE, _child_arguments(a, opinfo.JUDGE), env, job, a.limit)
+        shared = not finishes(MODULE, asdict(replace(how, backend=opinfo.JUDGE)), env, job, a.limit)
         return asdict(
             opinfo.Outcome(job["entry"], job["dtype"], problems=[] if shared else [why], shared=[why] if shared else [])
         )
 
-    pool = Pool(MODULE, _child_arguments(a, a.backend), ended, env, jobs=a.jobs, group=a.group, limit=a.limit)
+    pool = Pool(MODULE, asdict(how), ended, env, jobs=a.jobs, group=a.group, limit=a.limit)
     yield from pool.run([asdict(j) for j in jobs], until)
-
-
-def _child_arguments(a: argparse.Namespace, backend: str) -> list[str]:
-    return [
-        "--child", "--backend", backend, "--samples", str(a.samples),
-        "--gradients" if a.gradients else "--no-gradients", "--threads", str(a.threads),
-        "--device", a.device, *(["--dynamic"] if a.dynamic else []),
-    ]  # fmt: skip
 
 
 # ---------------------------------------------------------------- child
 
 
-def warm_up() -> None:
-    """Import what every child needs: torch, Dynamo and the database."""
-    import torch
-
-    opinfo.entries(torch.float32)
-
-
-def _child(a: argparse.Namespace) -> int:
+def perform(settings: Mapping[str, Any], jobs: Sequence[Mapping[str, str]]) -> Iterator[dict[str, Any]]:
+    """Yield the outcome of each job."""
     import logging
     import warnings
 
@@ -141,18 +137,16 @@ def _child(a: argparse.Namespace) -> int:
 
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
-    torch.set_num_threads(a.threads)
-    out = sys.stdout
-    sys.stdout = sys.stderr  # samples may print
-    for job in json.loads(sys.stdin.read()):
+    how = Settings(**settings)
+    torch.set_num_threads(how.threads)
+    for job in jobs:
         dtype = getattr(torch, job["dtype"])
         try:
-            by = opinfo.Compiler(a.backend, a.dynamic, a.device)
-            outcome = opinfo.check(job["entry"], dtype, by, a.samples, a.gradients)
+            by = opinfo.Compiler(how.backend, how.dynamic, how.device)
+            outcome = opinfo.check(job["entry"], dtype, by, how.samples, how.gradients)
         except Exception as e:  # a failure of the harness itself must not look like a pass
             outcome = opinfo.Outcome(job["entry"], job["dtype"], problems=[f"harness: {type(e).__name__}: {e}"])
-        print(json.dumps(asdict(outcome)), file=out, flush=True)
-    return 0
+        yield asdict(outcome)
 
 
 # ---------------------------------------------------------------- text

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-import json
 import os
+import signal
+import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-
-DEADLY = -1.0
-
-
-def warm_up() -> None:
-    os.environ["WARMED_UP_BY"] = str(os.getpid())
+from typing import Any
 
 
-def main(arguments: Sequence[str]) -> int:
-    for job in json.loads(sys.stdin.read()):
+def perform(settings: Mapping[str, Any], jobs: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    print("what checked code prints is no result")
+    imported = "torch" in sys.modules
+    for job in jobs:
         Path(job["folder"], str(job["n"])).touch()
-        if job["sleeps"] == DEADLY:
-            sys.exit(3)
-        time.sleep(job["sleeps"])
+        match job["does"]:
+            case "exit":
+                sys.exit(3)
+            case "segfault":
+                os.kill(os.getpid(), signal.SIGSEGV)
+            case "start a process":
+                with open(Path(job["folder"], "fifo"), "w") as out:
+                    subprocess.Popen(["sleep", "600"], stdout=out)
+            case seconds:
+                time.sleep(seconds)
         found = {name: os.environ.get(name) for name in job.get("environment", ())}
-        print(json.dumps({"n": job["n"], "arguments": arguments, **found}), flush=True)
-    return 0
+        yield {"n": job["n"], "imported": imported, **settings, **found}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from torch.fx import GraphModule
@@ -28,13 +28,6 @@ class Settings:
     opinfo: bool = True
     part: int = 1
     rows: bool = True
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, found: dict[str, Any]) -> Settings:
-        return cls(**{**found, "dtypes": tuple(found["dtypes"])})
 
     def plugin(self) -> type[Backend]:
         """The backend's class. LookupError with the reason if it does not load."""

@@ -1,37 +1,34 @@
 """Run jobs in child processes, so that a crash costs one job. Used by the command, and by the runner of torch's OpInfo
-database."""
+database. A child sets its environment before it imports torch, so nothing here imports that on loading."""
 
 from __future__ import annotations
 
 import contextlib
-import json
+import importlib
+import multiprocessing
 import os
 import queue
-import selectors
 import signal
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
 from typing import Any, TypeAlias
-
-from fusewright.conformance.jobs import warm
 
 Job: TypeAlias = Mapping[str, Any]
 Result: TypeAlias = dict[str, Any]
-Child: TypeAlias = subprocess.Popen[bytes] | warm.Forked
 
 
 @dataclass(frozen=True)
 class Pool:
-    """How jobs run. A child runs `main(arguments)` of a module: it reads a JSON list of jobs and prints a line of JSON for each.
-    `ended(job, why)` is the result of a job that crashed its child, or that printed nothing for `limit` seconds."""
+    """How jobs run. A child iterates over `perform(settings, jobs)` of a module, which yields the result of each job in turn.
+    `ended(job, why)` is the result of a job that crashed its child, or that yielded nothing for `limit` seconds."""
 
     module: str
-    arguments: Sequence[str]
+    settings: Mapping[str, Any]
     ended: Callable[[Job, str], Result]
     env: Mapping[str, str]
     jobs: int = 1
@@ -42,7 +39,7 @@ class Pool:
     def run(self, jobs: Sequence[Job], until: float = float("inf")) -> Iterator[Result]:
         """Yield results as they arrive. No job starts after `until` (of `time.monotonic`)."""
         found: queue.SimpleQueue[Result | None] = queue.SimpleQueue()
-        children = _Children(self.module, self.arguments, self.env)
+        children = _Children(self.module, self.settings, self.env)
 
         def work(part: Sequence[Job]) -> None:
             try:
@@ -80,102 +77,122 @@ class Pool:
         child = children.start(group)
         done, why = 0, ""
         try:
-            for line in _lines(child, self.limit):
-                if line is None:
+            for result in child.results(self.limit):
+                if result is None:
                     why = f"timeout: longer than {self.limit:g} s"
                     break
-                if line.startswith("{"):
-                    done += 1
-                    yield json.loads(line)
+                done += 1
+                yield result
         finally:  # also if no more results are wanted
             code = children.end(child)
         if done < len(group) and not children.stopped:
             yield self.ended(group[done], why or f"crash: the process ended with {code}")
 
 
+def finishes(module: str, settings: Mapping[str, Any], env: Mapping[str, str], job: Job, limit: float) -> bool:
+    """Whether a child with these settings answers at all."""
+    child = _Child(module, settings, env, [job])
+    try:
+        return any(child.results(limit))
+    finally:
+        child.end()
+
+
 class _Children:
     """The child processes of a run, which all end with it."""
 
-    def __init__(self, module: str, arguments: Sequence[str], env: Mapping[str, str]) -> None:
-        self._module, self._arguments, self._env = module, arguments, env
+    def __init__(self, module: str, settings: Mapping[str, Any], env: Mapping[str, str]) -> None:
+        self._module, self._settings, self._env = module, settings, env
         self._lock = threading.Lock()
-        self._running: set[Child] = set()
+        self._running: set[_Child] = set()
         self.stopped = False
 
-    def start(self, group: Sequence[Job]) -> Child:
-        child = _start(self._module, self._arguments, self._env, group)
+    def start(self, group: Sequence[Job]) -> _Child:
+        child = _Child(self._module, self._settings, self._env, group)
         with self._lock:
             self._running.add(child)
             if self.stopped:
-                _kill(child)
+                child.kill()
         return child
 
-    def end(self, child: Child) -> int:
+    def end(self, child: _Child) -> int:
         """End a child that is no longer needed; return its exit code."""
         with self._lock:
             self._running.discard(child)
-        _kill(child)
-        return child.wait()
+        return child.end()
 
     def stop(self) -> None:
         with self._lock:
             self.stopped = True
             for child in self._running:
-                _kill(child)
+                child.kill()
 
 
-def _kill(child: Child) -> None:
-    """End a running child and the processes that it has started, which are in its process group."""
-    if isinstance(child, subprocess.Popen) and hasattr(os, "killpg"):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
-    child.kill()
+# ---------------------------------------------------------------- one child
+
+PRELOAD = ("fusewright.conformance.jobs.preload",)
+"""What children import once, in the process that they are forked from. One that fails to import makes each child slower."""
+
+_BOOKKEEPING = threading.Lock()
+"""For calls that may wait for any child: two threads that wait for the same one would lose its exit code."""
 
 
-def finishes(module: str, arguments: Sequence[str], env: Mapping[str, str], job: Job, limit: float) -> bool:
-    """Whether a child with these arguments answers at all."""
-    child = _start(module, arguments, env, [job])
-    finished = any(line is not None and line.startswith("{") for line in _lines(child, limit))
-    child.kill()
-    child.wait()
-    return finished
+def start_method() -> str:
+    """Children are forked from a process that has imported what they need, as that takes seven CPU seconds. They are new ones
+    outside of Linux, and beside an accelerator, whose driver may be used on one side of a fork only."""
+    import torch
+
+    return "forkserver" if sys.platform == "linux" and not torch.accelerator.is_available() else "spawn"
 
 
-def _start(module: str, arguments: Sequence[str], env: Mapping[str, str], group: Sequence[Job]) -> Child:
-    env = {**os.environ, **env}
-    child = warm.Forked(module, arguments, env) if warm.possible() else _new(module, arguments, env)
-    assert child.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # it has already ended; its exit code tells why
-        child.stdin.write(json.dumps([dict(j) for j in group]).encode())
-        child.stdin.close()
-    return child
+class _Child:
+    """A child process, and the processes that it starts."""
+
+    def __init__(
+        self, module: str, settings: Mapping[str, Any], env: Mapping[str, str], jobs: Sequence[Job]
+    ) -> None:
+        context: Any = multiprocessing.get_context(start_method())
+        context.set_forkserver_preload(list(PRELOAD))
+        self._results, theirs = context.Pipe(duplex=False)
+        given = (theirs, module, settings, {**os.environ, **env}, jobs)
+        self._process = context.Process(target=_perform, args=given)
+        with theirs, _BOOKKEEPING:
+            self._process.start()
+
+    def results(self, limit: float) -> Iterator[Result | None]:
+        """Yield results until the child ends; None if there was none for `limit` seconds."""
+        with contextlib.suppress(EOFError, OSError):  # the pipe's end, maybe within a result
+            while self._results.poll(limit):
+                yield self._results.recv()
+            yield None
+        wait([self._process.sentinel], limit)  # until it has its own exit code, as `end` kills it
+
+    def kill(self) -> None:
+        if hasattr(os, "killpg"):
+            with contextlib.suppress(ProcessLookupError):  # it has no group yet, and no processes of its own
+                os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.kill()
+
+    def end(self) -> int:
+        """Kill it if it still runs; return its exit code, negative for a signal. Nothing else may be called afterwards."""
+        with self._results, _BOOKKEEPING:
+            self.kill()
+            self._process.join()
+            code: int = self._process.exitcode
+            self._process.close()
+        return code
 
 
-def _new(module: str, arguments: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, "-c", RUN, module, *arguments],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-        env={**env, "PYTHONPATH": os.pathsep.join(warm.search_path(env))},
-        start_new_session=True,  # the parent handles Ctrl-C
-    )  # fmt: skip
-
-
-RUN = "import importlib, sys; sys.exit(importlib.import_module(sys.argv[1]).main(sys.argv[2:]))"
-
-
-def _lines(child: Child, limit: float) -> Iterator[str | None]:
-    """Yield lines of the child's output; None if there was none for `limit` seconds."""
-    assert child.stdout is not None
-    with selectors.DefaultSelector() as selector:
-        selector.register(child.stdout, selectors.EVENT_READ)
-        rest = b""
-        while True:
-            if not selector.select(timeout=limit):
-                yield None
-                return
-            chunk = os.read(child.stdout.fileno(), 1 << 16)
-            if not chunk:
-                return
-            *lines, rest = (rest + chunk).split(b"\n")
-            for line in lines:
-                yield line.decode(errors="replace")
+def _perform(
+    results: Connection, module: str, settings: Mapping[str, Any], env: Mapping[str, str], jobs: Sequence[Job]
+) -> None:
+    if hasattr(os, "setsid"):
+        os.setsid()  # the parent handles Ctrl-C, and ends the group
+    nowhere = os.open(os.devnull, os.O_WRONLY)  # checked code may print
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+    os.environ.clear()
+    os.environ.update(env)
+    sys.path[:0] = [p for p in env.get("PYTHONPATH", "").split(os.pathsep) if p]
+    for result in importlib.import_module(module).perform(settings, jobs):
+        results.send(result)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 
 from fusewright.conformance.jobs import levels, worker
 from fusewright.conformance.jobs.children import Job, Pool, Result
@@ -11,7 +11,7 @@ from fusewright.conformance.settings import Settings
 from fusewright.conformance.verdicts import Check
 
 THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-"""Children run in parallel, and their computations are small."""
+"""For what children load themselves; `worker` sets torch's own."""
 
 
 def shard(jobs: Sequence[dict[str, str]], part: str) -> list[dict[str, str]]:
@@ -36,14 +36,7 @@ def checks(
             yield from levels.perform(job, settings)
             progress(done)
         return
-    pool = Pool(
-        worker.__name__,
-        [json.dumps(settings.as_json())],
-        _ended,
-        THREADS,
-        jobs=processes,
-        limit=limit,
-    )
+    pool = Pool(worker.__name__, asdict(settings), _ended, THREADS, jobs=processes, limit=limit)
     for done, result in enumerate(pool.run(jobs), 1):
         yield from map(Check.from_json, result["checks"])
         progress(done)

@@ -1,30 +1,22 @@
-"""A child of the kit: `main([SETTINGS])` answers each of a JSON list of jobs with a line."""
+"""What a child of the kit does: `perform(SETTINGS, JOBS)` yields the checks of each job."""
 
 from __future__ import annotations
 
-import json
 import logging
-import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fusewright.conformance.jobs import levels
+from fusewright.conformance.settings import Settings
 
 
-def warm_up() -> None:
-    """Import what every child needs."""
-    from fusewright.conformance.jobs import levels
-
-    assert levels
-
-
-def main(argv: Sequence[str]) -> int:
+def perform(settings: Mapping[str, Any], jobs: Sequence[dict[str, str]]) -> Iterator[dict[str, Any]]:
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
-    from fusewright.conformance.jobs import levels
-    from fusewright.conformance.settings import Settings
-
-    settings = Settings.from_json(json.loads(argv[0]))
-    out, sys.stdout = sys.stdout, sys.stderr  # checked code may print
-    for job in json.loads(sys.stdin.read()):
-        checks = levels.perform(job, settings)
-        print(json.dumps({"job": job, "checks": [c.as_json() for c in checks]}), file=out, flush=True)
-    return 0
+    torch.set_num_threads(1)  # children run in parallel, and their computations are small
+    given = Settings(**settings)
+    for job in jobs:
+        yield {"job": job, "checks": [c.as_json() for c in levels.perform(job, given)]}
