@@ -40,25 +40,19 @@ def _loads(settings: Settings) -> str:
     return "" if info.cls is not None or isinstance(info.device, Device) else info.device.reason
 
 
-def _isolated(settings: Settings, seed: str = "0") -> dict[str, str]:
+def _isolated(settings: Settings, seed: str = "1") -> dict[str, str]:
     """The report of a fresh process without the vendor's libraries (`fusewright.conformance.isolated`)."""
     plugin = registry.plugins()[settings.backend]
-    command = [
-        sys.executable,
-        "-m",
-        isolated.__name__,
-        plugin.name,
-        plugin.value,
-        *(["--simulate"] if settings.simulate else []),
-    ]
-    done = subprocess.run(
-        command,
-        env={**os.environ, "PYTHONHASHSEED": seed},
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        check=False,
-    )
+    command = [sys.executable, "-m", isolated.__name__, plugin.name, plugin.value]
+    simulate = ["--simulate"] if settings.simulate else []
+    env = {**os.environ, "PYTHONHASHSEED": seed}
+    return _report((*command, *simulate), frozenset(env.items()))
+
+
+@functools.lru_cache(2)
+def _report(command: tuple[str, ...], env: frozenset[tuple[str, str]]) -> dict[str, str]:
+    """Three checks read the same reports."""
+    done = subprocess.run(command, env=dict(env), capture_output=True, text=True, timeout=SECONDS, check=False)
     last = done.stdout.strip().rpartition("\n")[2]
     if done.returncode or not last.startswith("{"):
         return {"import": f"the process ended with {done.returncode}: {done.stderr.strip()[-300:]}"}
