@@ -1,6 +1,6 @@
 """Copies inside a captured CUDA graph, of inputs into its memory and of results out of it, whose outer address each call sets.
 
-A copy beside the graph costs the host as much as a launch, 3 to 4 us; a node with a new address 0.6 (H200, 2026-11-26).
+A copy beside the graph costs the host as much as a launch, 3 to 4 us; a node with a new address 0.6 (docs/studies/replay.md).
 
 Source: CUDA Driver API, stream and graph management.
 """
