@@ -90,25 +90,24 @@ def _call(name: str) -> Callable[[Fn, V], V]:
 
 
 def maximum(f: Fn, a: V, b: V) -> V:
-    """Emit torch's maximum: NaN if either is. Of two zeros it is `a`, as in eager, which matters where `b` is a number: a relu
-    keeps -0.0. With a number, this is one instruction of x86."""
+    """Emit torch's maximum: NaN if either is."""
     if f.module.target.arm:
         return f.call("maximum", a.t, [a, b])
-    return f.select(f.bin("or", f.cmp("fcmp ogt", b, a), f.cmp("fcmp uno", b, b)), b, a)
+    return f.select(f.bin("or", f.cmp("fcmp ogt", a, b), f.cmp("fcmp uno", a, a)), a, b)
 
 
 def minimum(f: Fn, a: V, b: V) -> V:
     if f.module.target.arm:
         return f.call("minimum", a.t, [a, b])
-    return f.select(f.bin("or", f.cmp("fcmp olt", b, a), f.cmp("fcmp uno", b, b)), b, a)
+    return f.select(f.bin("or", f.cmp("fcmp olt", a, b), f.cmp("fcmp uno", a, a)), a, b)
 
 
 def _fmax(f: Fn, a: V, b: V) -> V:
-    return f.select(f.bin("or", f.cmp("fcmp ogt", b, a), f.cmp("fcmp uno", a, a)), b, a)
+    return f.select(f.bin("or", f.cmp("fcmp ogt", a, b), f.cmp("fcmp uno", b, b)), a, b)
 
 
 def _fmin(f: Fn, a: V, b: V) -> V:
-    return f.select(f.bin("or", f.cmp("fcmp olt", b, a), f.cmp("fcmp uno", a, a)), b, a)
+    return f.select(f.bin("or", f.cmp("fcmp olt", a, b), f.cmp("fcmp uno", b, b)), a, b)
 
 
 def _sign(f: Fn, x: V) -> V:

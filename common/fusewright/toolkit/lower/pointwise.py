@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from fusewright.interface import HOST, OpView, Value
+from fusewright.interface import OpView, Value
 from fusewright.ops.dtype_rules import result_type
 from fusewright.toolkit.ir import Builder, Val
 from fusewright.toolkit.ir.types import TYPES, from_torch
@@ -143,11 +143,7 @@ def power(b: Builder, x: Val, n: Any) -> Val:
 
 
 def _pow_scalar(b: Builder, op: OpView, x: Val) -> Val:
-    n, spec = op.arg("exponent"), op.arg("self").spec
-    if n in (0.5, -0.5) and spec.dtype == torch.float16 and torch.device(spec.device).type == HOST:
-        # On CPUs eager takes roots of every type but this one: as a power, -inf and -0.0 have that of their absolute value.
-        x = b.where(b.op("or", x.eq(-math.inf), x.eq(0)), b.op("abs", x), x)
-    return power(b, x, n)
+    return power(b, x, op.arg("exponent"))
 
 
 def _integer_power(op: OpView) -> str | None:

@@ -10,7 +10,7 @@ import torch
 
 from fusewright.interface import OpView
 from fusewright.toolkit.ir import Index, Val
-from fusewright.toolkit.ir.types import TYPES, DType, to_torch
+from fusewright.toolkit.ir.types import TYPES, DType
 from fusewright.toolkit.lower import messages
 from fusewright.toolkit.lower.activation import softplus
 from fusewright.toolkit.lower.movement import out_type
@@ -129,22 +129,10 @@ def _variance(r: RowContext, op: OpView, v: Val) -> Val:
     correction = 1 if op.arg("correction") is None else op.arg("correction")
     n = r.count()
     if isinstance(n, int):
-        left = r.b.const(max(n - correction, 0), v.dtype)
-    else:
-        left = r.b.op("maximum", value_of(r, n, v.dtype) - correction, r.b.const(0, v.dtype))
-    return _squared_deviations(r, v) / left
-
-
-def _squared_deviations(r: RowContext, v: Val) -> Val:
-    """The sum of (v - mean)^2, of which the error of the rounded mean would be a visible part where the mean is far larger
-    than the deviations, as eager on CPUs computes it in fp64: the sum of v - mean, zero but for that error, corrects it (Chan,
-    Golub and LeVeque, "Algorithms for computing the sample variance", 1983)."""
-    d = v - r.mean(v)
-    total, rest = r.sum(d * d), r.sum(d)
-    # Rounding must not make the result negative, nor inf - inf of a total that overflows.
-    most, none = (r.b.const(value, v.dtype) for value in (torch.finfo(to_torch(v.dtype)).max, 0))
-    share = r.b.op("minimum", rest * (rest / value_of(r, r.count(), v.dtype)), most)
-    return r.b.op("maximum", total - share, none)
+        left = max(n - correction, 0)
+        return r.b.reduce("m2", v) / r.b.const(left, v.dtype)
+    left_v = r.b.op("maximum", value_of(r, n, v.dtype) - correction, r.b.const(0, v.dtype))
+    return r.b.reduce("m2", v) / left_v
 
 
 def _var(r: RowContext, op: OpView) -> tuple[Val, ...]:
