@@ -75,14 +75,18 @@ class Loaded:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves, spec = calls.flatten(args, kwargs)
-        program = next((p for p in self._programs if p.fits(leaves, spec)), None)
         with torch.no_grad():
-            return program(leaves) if program is not None else self._otherwise(leaves)(*args, **kwargs)
+            if compat.autocast_enabled():  # which would cast what a program's kernels and library calls take as it is
+                return self._otherwise("saved programs run without autocast")(*args, **kwargs)
+            program = next((p for p in self._programs if p.fits(leaves, spec)), None)
+            return program(leaves) if program is not None else self._otherwise(self._misfit(leaves))(*args, **kwargs)
 
-    def _otherwise(self, leaves: Sequence[Any]) -> Any:
+    def _misfit(self, leaves: Sequence[Any]) -> str:
         asked = ", ".join(str(Leaf.of(x)) if isinstance(x, torch.Tensor) else repr(x) for x in leaves)
         held = "; ".join(", ".join(map(str, p.leaves)) for p in self._programs)
-        message = f"no saved program takes ({asked}); there are: {held}"
+        return f"no saved program takes ({asked}); there are: {held}"
+
+    def _otherwise(self, message: str) -> Any:
         if self._compile is None:
             raise ArtifactError(f"{message}. Save one for this call too, or load(..., otherwise='compile')")
         if self._compiled is None:
@@ -92,7 +96,7 @@ class Loaded:
 
     def warm_up(self) -> None:
         """Run every program once, on zeros and ones, so that weights are packed and libraries have done their first-call setup."""
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), compat.disable_autocast():
             for program in self._programs:
                 try:
                     program([_filled(leaf) for leaf in program.leaves])

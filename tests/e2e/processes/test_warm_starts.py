@@ -115,6 +115,14 @@ def test_a_call_that_was_not_saved_says_which_were(model: Block, saved: tuple[Pa
         loaded(torch.randn(4, 16).double())
 
 
+def test_a_call_under_autocast_is_not_what_was_saved(model: Block, saved: tuple[Path, str]) -> None:
+    """Autocast casts arguments of library calls, which hold packed weights of another type: the process ended."""
+    loaded = fusewright.load(model, saved[0])
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(ArtifactError, match="without autocast"):
+        loaded(torch.randn(4, 16))
+    _same(model, loaded, torch.randn(4, 16))
+
+
 def test_what_was_not_saved_is_compiled_if_asked(
     model: Block, saved: tuple[Path, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
