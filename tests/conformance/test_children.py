@@ -21,7 +21,7 @@ FORKED = children.start_method() == "forkserver"
 def start(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Children are forked from a process that has imported what they need, or new ones."""
     if request.param == "forkserver" and not FORKED:
-        pytest.skip("children are forked on Linux without an accelerator")
+        pytest.skip("children are forked on Linux without an accelerator only; runs there")
     monkeypatch.setattr(children, "start_method", lambda: request.param)
     return str(request.param)
 

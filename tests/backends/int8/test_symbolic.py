@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-pytest.importorskip("torchao", reason="torchao is an optional dependency of fusewright-int8 (extra `quantize`)")
+pytest.importorskip("torchao", reason="torchao is optional; runs with it: pip install fusewright-int8[quantize]")
 
 import fusewright
 from fusewright import report

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -286,8 +285,10 @@ class Replayed(Recorded[_Recording]):
                 kept, replay = self._pieces.record(self.recorder, given, shared=True)
                 call = around(copy_in, replay, copier_out(returned(kept)))
             else:  # a warm-up runs the head, so skip it if that would write into inputs
-                head, warm = partial(_run, self._head, given), not self._writes
-                _, call = record_with_copies(self.recorder, head, copy_in, returned, warm=warm, shared=True)
+                warm = not self._writes
+                _, call = record_with_copies(
+                    self.recorder, lambda: self._head(list(given)), copy_in, returned, warm=warm, shared=True
+                )
         rest = [by_id[v] for v in self.parts.tail_rest]
         weights = self._weights if prepared is not None else ()
         same = watch(args, weights, set(self.parts.fixed).difference(weights))
@@ -297,10 +298,6 @@ class Replayed(Recorded[_Recording]):
         super()._give_up(why)
         self._recordings.clear()
         self._last = None
-
-
-def _run(run: Run, args: Sequence[Any]) -> Any:
-    return run(list(args))
 
 
 def _kind(result: Any) -> Any:

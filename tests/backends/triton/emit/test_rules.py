@@ -49,4 +49,4 @@ def test_rule_follows_eager(op: Op, dtype: torch.dtype, case: Case) -> None:
         assert op.name == "scatter_reduce", e
         taken = False
     if not taken:
-        pytest.skip("not claimed")
+        pytest.skip("kernels do not claim this row with these types; runs once a rule computes it")
