@@ -11,7 +11,7 @@ from torch import Tensor
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_dynamo", "group"),
-    pytest.mark.skipif(not torch.distributed.is_available(), reason="torch is built without distributed; runs with a build that has it"),
+    pytest.mark.skipif(not torch.distributed.is_available(), reason="torch is without distributed; runs with a build that has it"),
 ]
 
 
