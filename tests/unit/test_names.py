@@ -37,6 +37,7 @@ ALLOWED: dict[str, tuple[str, str]] = {
     "cli/smoke.py": ("cpu", "Tensor.cpu()"),
     "conformance/isolated.py": ("nvidia triton", "what builds of torch require, which no backend may count on"),
     "conformance/jobs/run.py": ("omp mkl num_threads", "the environment that torch reads"),
+    "conformance/jobs/worker.py": ("num_threads", "torch's setting, of a child"),
     "conformance/ops/samples.py": ("cpu onednn", "names of operators of torch"),
     "config.py": ("cpu", "what `simulate` does, in words"),
     "graph/spec.py": ("mkldnn", "a layout of torch"),
