@@ -1,7 +1,7 @@
 """Judge the zoo: every model in every mode, each pair in a process of its own with a time limit.
 
     python -m tests.zoo [--backend x86_onednn] [--modes inference,training] [--models 'transformers/b*'] [--shard 1/4]
-                        [--device cuda] [--jobs 2] [--limit 120] [--seconds 540] [--json zoo.json] [--chart zoo.svg]
+                        [--new] [--device cuda] [--jobs 2] [--limit 120] [--seconds 540] [--json zoo.json] [--chart zoo.svg]
 
 Prints a line for what is not right, and counts last. Exit code 1 when anything is wrong, crashed or hung that `aot_eager`
 runs. A record that exists is resumed: pairs that it holds are not run again. With `--seconds` the command ends in time; the same
@@ -28,6 +28,7 @@ from typing import Any
 from fusewright.report_page import chart
 from tests.zoo import catalog
 from tests.zoo.check import MODES, Verdict, check, said
+from tests.zoo.page import SILENT, newest, records
 
 BAD = ("wrong", "crashed", "out of time", "died")
 Pair = tuple[str, str]
@@ -127,7 +128,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     blocks = [names[k : k + given.jobs] for k in range(0, len(names), given.jobs)]
     wanted = [(n, m) for block in blocks for m in given.modes.split(",") for n in block]
     found = _resumed(given.json)
-    done = {(v.model, v.mode) for v in found}
+    kept = [r for r in records() if given.new and r["backend"] == given.backend]
+    done = {(v.model, v.mode) for v in [*found, *newest(kept)] if v.status not in SILENT}
     left = [p for p in wanted if p not in done]
     until = time.monotonic() + given.seconds
     for verdict in judged(left, given.backend, given.jobs, given.limit, given.device, until):
@@ -147,6 +149,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--backend", default="x86_onednn")
     parser.add_argument("--device", default="cpu", help="where models and inputs are: cpu, cuda, cuda:1")
     parser.add_argument("--modes", default=",".join(MODES))
+    parser.add_argument("--new", action="store_true", help="leave out pairs whose verdict is in docs/results/zoo")
     parser.add_argument("--models", default="*", help="patterns of names, comma-separated, in the order to run them in")
     parser.add_argument("--shard", default="1/1")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)

@@ -1,19 +1,24 @@
-"""Write `docs/zoo.md` from records of `python -m tests.zoo --json`: one table per backend, made by
+"""Write `docs/zoo.md` from the records in `docs/results/zoo`, one table per backend:
 
-    python -m tests.zoo.page RECORD.json ... > docs/zoo.md
+    python -m tests.zoo.page
+
+A record is what `python -m tests.zoo --json` writes, with the machine, versions and commit under `where`; its name begins with
+its date. The newest verdict of a model's mode counts; one that says nothing (out of time, not built) replaces none.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from tests.zoo.check import MODES, Verdict
+
+ROOT = Path(__file__).parents[2]
+RECORDS, PAGE = ROOT / "docs" / "results" / "zoo", ROOT / "docs" / "zoo.md"
 
 MARKS = {"right": "✓", "not run": "–", "not built": "", "wrong in aot_eager too": "≈"}
 """Symbols for statuses; all others are written out."""
@@ -21,7 +26,8 @@ MARKS = {"right": "✓", "not run": "–", "not built": "", "wrong in aot_eager 
 HEAD = """# The zoo
 
 Models at small geometry with random weights, each mode of each model in a process of its own; `python -m tests.zoo` makes the
-records and this page is generated from them (`tests/zoo/page.py`).
+[records](results/zoo) and this page is generated from them (`python -m tests.zoo.page`): the newest verdict of each pair, where a
+run that was out of time or could not build the model counts only if no other reached it.
 
 Right (✓) is within twice eager's own error against fp64, with eager's shapes and strides, in a first and a second call. Where one
 draw exceeds that, and the largest of eight of eager's too, wrong is what exceeds it in six of seven draws of both, and in six of
@@ -35,23 +41,41 @@ The last columns: seconds of the first call, number of graphs, ops that were low
 """
 
 
-def page(records: Iterable[dict[str, Any]]) -> str:
-    """Format the page as Markdown."""
-    return "\n".join([HEAD, *(_section(r) for r in records)])
+SILENT = ("out of time", "not built")
 
 
-def _section(record: dict[str, Any]) -> str:
-    verdicts = [Verdict(**v) for v in record["zoo"]]
+def page(given: Iterable[Mapping[str, Any]]) -> str:
+    """Format the page as Markdown, of records from the oldest to the newest."""
+    by_backend: dict[str, list[Mapping[str, Any]]] = {}
+    for record in given:
+        by_backend.setdefault(record["backend"], []).append(record)
+    return "\n".join([HEAD, *(_section(backend, found) for backend, found in sorted(by_backend.items(), reverse=True))])
+
+
+def newest(given: Iterable[Mapping[str, Any]]) -> list[Verdict]:
+    """Merge the verdicts of records from the oldest to the newest: the last one of a pair that says something."""
+    found: dict[tuple[str, str], Verdict] = {}
+    for verdict in (Verdict(**v) for record in given for v in record["zoo"]):
+        pair = verdict.model, verdict.mode
+        if pair not in found or found[pair].status in SILENT or verdict.status not in SILENT:
+            found[pair] = verdict
+    built = {v.model for v in found.values() if v.status != "not built"}
+    return sorted((v for v in found.values() if v.status != "not built" or v.model not in built), key=lambda v: v.model)
+
+
+def _section(backend: str, given: Sequence[Mapping[str, Any]]) -> str:
+    verdicts = newest(given)
     by_model: dict[str, dict[str, Verdict]] = {}
     for v in verdicts:
         by_model.setdefault(v.model, {})[v.mode] = v
-    missing = sorted(n for n, row in by_model.items() if all(v.status == "not built" for v in row.values()))
+    missing = [n for n, row in by_model.items() if all(v.status == "not built" for v in row.values())]
     built = [n for n in by_model if n not in missing]
+    unbuilt = f"Not built at a small geometry ({len(missing)}): {', '.join(n.partition('/')[2] for n in missing)}.\n"
     modes = [m for m in MODES if any(m in row for row in by_model.values())]
     lines = [
-        f"## {record['backend']}\n",
-        f"{record.get('where', '')}\n",
-        f"{len(built)} models.\n",
+        f"## {backend}\n",
+        *(f"- {record['where']}" for record in reversed(given)),
+        f"\n{len(built)} models.\n",
         *_counts(verdicts, modes),
         "",
         *_others(verdicts),
@@ -59,7 +83,7 @@ def _section(record: dict[str, Any]) -> str:
         "| --- |" + " --- |" * (len(modes) + 4),
         *(_row(n, by_model[n], modes) for n in built),
         "",
-        f"Not built at a small geometry ({len(missing)}): {', '.join(n.partition('/')[2] for n in missing)}.\n",
+        *([unbuilt] if missing else []),
     ]
     return "\n".join(lines)
 
@@ -82,10 +106,15 @@ def _others(verdicts: Sequence[Verdict]) -> list[str]:
 
 
 def _row(name: str, row: dict[str, Verdict], modes: Sequence[str]) -> str:
-    first = row.get("inference") or next(iter(row.values()))
+    first = max((row[m] for m in modes if m in row), key=lambda v: v.first_s > 0)
     marks = [MARKS.get(row[m].status, row[m].status) if m in row else "" for m in modes]
     return f"| {name} | {' | '.join(marks)} | {first.first_s:.1f} | {first.graphs} | {first.lowered} | {first.eager} |"
 
 
+def records() -> list[dict[str, Any]]:
+    """Return the records that are kept, from the oldest to the newest."""
+    return [json.loads(p.read_text()) for p in sorted(RECORDS.glob("*.json"))]
+
+
 if __name__ == "__main__":
-    print(page(json.loads(Path(p).read_text()) for p in sys.argv[1:]))
+    PAGE.write_text(page(records()))

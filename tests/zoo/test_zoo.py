@@ -17,6 +17,7 @@ from tests.zoo import __main__ as command
 from tests.zoo import catalog, geometry
 from tests.zoo import check as judge
 from tests.zoo.check import check
+from tests.zoo.page import PAGE, newest, page, records
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -129,3 +130,15 @@ def test_one_of_many_tensors_is_not_wrong_by_chance() -> None:
 def test_eager_alone_is_never_called_wrong() -> None:
     assert check("handmade/siamese", "training", "eager").status == "right"
     assert torch.get_default_dtype() == torch.float32
+
+
+def test_the_page_holds_what_the_records_say() -> None:
+    assert page(records()) == PAGE.read_text(), "run: python -m tests.zoo.page"
+
+
+def test_the_newest_verdict_counts_unless_it_says_nothing() -> None:
+    runs = [("wrong", "crashed", "out of time"), ("right", "out of time", "right"), ("out of time", "not built", "right")]
+    zoos = [[{"model": f"m/{k}", "mode": "inference", "status": status} for k, status in enumerate(run)] for run in runs]
+    given = [{"backend": "b", "where": "", "zoo": zoo} for zoo in zoos]
+    assert [v.status for v in newest(given)] == ["right", "crashed", "right"]
+    assert "`m/1`, inference: crashed" in page(given)
