@@ -196,7 +196,7 @@ def _call(op: OpView, values: dict[str, Value], outs: tuple[Value, ...], b: Buil
 
 
 def _cast(value: Value, dtype: torch.dtype, b: Builder) -> Value:
-    return value if spec_of(value).dtype is dtype else b.append_op("cast", b.at_hand(value), dtype)
+    return value if spec_of(value).dtype is dtype else b.append_op("cast", value, dtype)
 
 
 def _dense(value: Value, b: Builder) -> Value:

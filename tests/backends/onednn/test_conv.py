@@ -175,6 +175,14 @@ def test_a_sequence_becomes_channels_last_in_a_kernel() -> None:
     assert targets(check(g, [y])) == [COPY, CONV, "aten::squeeze.dim", COPY]
 
 
+def test_a_sequence_is_a_slice_of_one_product_of_several_linears() -> None:
+    """As keys and values behind short convolutions."""
+    g = Net()
+    x = g.input(torch.randn(2, 50, 64))
+    keys, values = (g.op("transpose", g.op("linear", x, g.weight(32, 64), None), 1, 2) for _ in range(2))
+    check(g, [g.op("conv", v, g.weight(32, 1, 4), None, [1], [3], [1], False, [0], 32) for v in (keys, values)])
+
+
 @needs_bf16
 def test_an_addition_rides_behind_a_convolution_of_a_sequence() -> None:
     g = Net(BF16)

@@ -521,8 +521,8 @@ def _with_added_mask(op: OpView, b: Builder) -> OpView:
     dtype = spec_of(op.out).dtype
 
     def added() -> Value:
-        zeros = b.append_op("full_like", b.at_hand(mask), 0.0, dtype)
-        return b.append_op("masked_fill", zeros, b.append_op("logical_not", b.at_hand(mask)), -math.inf)
+        zeros = b.append_op("full_like", mask, 0.0, dtype)
+        return b.append_op("masked_fill", zeros, b.append_op("logical_not", mask), -math.inf)
 
     shared = b.once(("added mask", mask.id, dtype), added)
     return replace(op, args=tuple(shared if a is mask else a for a in op.args))

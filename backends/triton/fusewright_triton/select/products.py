@@ -158,7 +158,7 @@ def _enlarged(value: Value, rows: int, columns: int, c: Calls) -> Ref:
         return _each_call(c, "aten::t.default", _enlarged(_transposed(value, c), columns, rows, c))
     key = value.id, rows, columns
     if key not in c.padded:
-        c.padded[key] = c.b.append_op("constant_pad_nd", c.b.at_hand(value), (0, columns, 0, rows), 0)
+        c.padded[key] = c.b.append_op("constant_pad_nd", value, (0, columns, 0, rows), 0)
     return Ref(c.padded[key].id)
 
 
@@ -169,7 +169,7 @@ def _transposed(value: Value, c: Calls) -> Value:
         base = next(iter(made.inputs()))
         if spec_of(base).shape == spec.shape[::-1] and spec_of(base).stride == spec.stride[::-1]:
             return base
-    return c.b.append_op("t", c.b.at_hand(value))
+    return c.b.append_op("t", value)
 
 
 def _concat_pays(m: Match, c: Calls) -> bool:

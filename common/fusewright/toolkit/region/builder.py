@@ -198,10 +198,10 @@ class Builder:
         self._copies.clear()
 
     def append_op(self, name: str, *args: Any, out: Value | None = None) -> Value:
-        """Add an op of the opset, for the fuser, over values of this builder. `out`: its result; by default a new value with
-        the strides that torch's metadata functions determine."""
+        """Add an op of the opset, for the fuser, over values with their actual strides. `out`: its result; by default a new value
+        with the strides that torch's metadata functions determine."""
         row = ops.OPS[name]
-        given = row.bind(args, {})
+        given = row.bind(tuple(self.at_hand(a) if isinstance(a, Value) else a for a in args), {})
         target = row.target.name()
         target = target if "." in target else f"{target}.default"
         if out is None:
