@@ -119,6 +119,7 @@ class Retained(Recorded[_Recording]):
         self._kept = {v: k for k, v in enumerate(wanted)}
         self._given = {i: k for k, i in enumerate(plan.inputs)}
         self._own = [o.id for o in plan.outputs[: self.copies] if isinstance(o, Ref) and o.id in self._kept]
+        self._handed_out = {o.id for o in plan.outputs[self.copies :] if isinstance(o, Ref) and o.id in self._kept}
         self._draws = draws(plan)
         body = replace(plan, outputs=tuple(map(Ref, wanted)))
         self._pieces = Pieces(body, kernels) if communicating(plan) else None
@@ -213,16 +214,15 @@ class Retained(Recorded[_Recording]):
             return None
         r.uses += 1
         copies = dict(zip(self._own, made, strict=True))
-        return tuple(self._result(o, k < self.copies, copies, r, args) for k, o in enumerate(self.plan.outputs))
+        # Separate tensors, because autograd may take them over as gradients; a value returned twice is one tensor, or two gradients
+        # would share its memory.
+        shown = {v: r.kept[self._kept[v]].detach() for v in self._handed_out}
+        return tuple(self._result(o, copies if k < self.copies else shown, args) for k, o in enumerate(self.plan.outputs))
 
-    def _result(self, o: Any, own: bool, copies: Mapping[int, torch.Tensor], r: _Recording, args: list[Any]) -> Any:
+    def _result(self, o: Any, made: Mapping[int, torch.Tensor], args: list[Any]) -> Any:
         if not isinstance(o, Ref):
             return o
-        if o.id in self._given:
-            return args[self._given[o.id]]
-        if own:
-            return copies[o.id]
-        return r.kept[self._kept[o.id]].detach()  # a separate tensor: autograd may take it over as a gradient
+        return args[self._given[o.id]] if o.id in self._given else made[o.id]
 
     def _record(self, args: list[Any]) -> _Recording | None:
         self._recorded += 1
