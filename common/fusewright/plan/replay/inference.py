@@ -28,7 +28,16 @@ from fusewright.plan.execute.prepare import Prepared, picker, watch
 from fusewright.plan.ir import Instruction, Ref, Run, reads
 from fusewright.plan.memory import roots_of, storage_bytes
 from fusewright.plan.replay.copies import Call, CopiesIn, around, copier_out, record_with_copies
-from fusewright.plan.replay.obstacles import FEWEST, communicates, draws, foreign, obstacle, passed_on, plan_device, written_inputs
+from fusewright.plan.replay.obstacles import (
+    FEWEST,
+    communicates,
+    draws,
+    foreign,
+    obstacle,
+    passed_on,
+    plan_device,
+    written_inputs,
+)  # fmt: skip
 from fusewright.plan.replay.pieces import Pieces, communicating, no_pieces
 from fusewright.plan.replay.recording import Recorded, shown
 from fusewright.plan.verify import PLAN
