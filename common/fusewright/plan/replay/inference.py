@@ -37,7 +37,7 @@ from fusewright.plan.replay.obstacles import (
     passed_on,
     plan_device,
     written_inputs,
-)  # fmt: skip
+)
 from fusewright.plan.replay.pieces import Pieces, communicating, no_pieces
 from fusewright.plan.replay.recording import Recorded, shown
 from fusewright.plan.verify import PLAN
