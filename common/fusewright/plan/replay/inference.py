@@ -278,6 +278,7 @@ class Replayed(Recorded[_Recording]):
 
         ways = (lambda: self.run(list(args)), lambda: self._results(made, args) or ())
         plain, replayed = (self.recorder.seconds(noting(w, k)) for w, k in zip(ways, kinds, strict=True))
+        made.uses = 0  # of callers
         if kinds[0] != kinds[1]:
             return OTHER_TENSORS
         return f"it is slower: {replayed * 1e3:.2f} ms against {plain * 1e3:.2f} ms" if replayed > plain * SLOWER else ""

@@ -255,10 +255,11 @@ def test_inputs_lie_anywhere_in_any_layout(view: Callable[[torch.Tensor], torch.
     assert recorder.recorded == 1 and recorder.replays == 3
 
 
+@pytest.mark.parametrize("kind", [Recorder, Running])
 @torch.no_grad()
-def test_prepared_constants_that_change_are_recorded_anew_and_given_up_when_that_goes_on() -> None:
+def test_prepared_constants_that_change_are_recorded_anew_and_given_up_when_that_goes_on(kind: type[Recorder]) -> None:
     weight = torch.nn.Parameter(torch.randn(8, 8))
-    recorder = Recorder()
+    recorder = kind()
 
     def f(x: torch.Tensor) -> torch.Tensor:
         return torch.mm(torch.mm(torch.mm(x, weight * 2).relu(), weight * 2), weight)
