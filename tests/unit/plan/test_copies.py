@@ -62,6 +62,14 @@ def test_results_keep_strides_and_what_they_share() -> None:
     assert not turned.any() and not part.any() and base.any()
 
 
+def test_results_that_are_negated_or_conjugated_lazily_still_are() -> None:
+    y = torch.randn(3, 4, dtype=torch.complex64)
+    for group in ([y.conj()], [y, y.conj()], [y.conj().imag], [y, y.real, y.conj().imag, y.conj()[1:]]):
+        for made, t in zip(copier_out(group)(), group, strict=True):
+            assert torch.equal(made, t) and (made.is_conj(), made.is_neg()) == (t.is_conj(), t.is_neg())
+            assert not made._is_view()
+
+
 def test_results_are_copied_as_they_are_when_asked() -> None:
     t = torch.zeros(3)
     copy = copier_out([t])
@@ -133,6 +141,16 @@ def test_a_recorder_copies_what_is_dense_and_apart(x: torch.Tensor, selected: An
         for made, wanted in zip(results, selected(torch.full((3, 4), value + 1), torch.full((3, 4), value * 2)), strict=True):
             assert torch.equal(made, wanted)
     assert recorder.asked == asked
+
+
+def test_what_does_not_lie_in_memory_as_it_reads_is_left_to_torch() -> None:
+    x = torch.randn(3, 4, dtype=torch.complex64)
+    for given, returned, asked in ((x.conj(), lambda r: r, []), (x, lambda r: [t.conj() for t in r], [(1, 0)])):
+        recorder, copy_in = Copying(), CopiesIn([given], [0])
+        (buffer,) = copy_in.given([given])
+        _, call = record_with_copies(recorder, lambda: [buffer * 2j], copy_in, returned, warm=True, shared=True)  # noqa: B023
+        (made,) = call([given + 1]) or ()
+        assert torch.equal(made, returned([(given + 1) * 2j])[0]) and recorder.asked == asked
 
 
 def test_many_inputs_are_left_to_torch() -> None:

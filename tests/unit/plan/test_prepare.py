@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fusewright import report
+from fusewright.plan import execute
 from fusewright.plan.execute.prepare import LIMIT, PreparedCache
 
 
@@ -135,6 +137,32 @@ def test_what_was_made_of_a_dead_weight_holds_for_nobody() -> None:
     found = PreparedCache(doubled).prepared([w])
     del w
     assert not found.alive, "a new tensor may get the id of the dead one"
+
+
+def test_nothing_that_a_capture_computes_later_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a user captures a model, its constants become part of the capture, which follows the weights as eager's does."""
+    now = [True]
+    monkeypatch.setattr(execute.prepare, "_capturing", lambda weights: lambda: now[0])
+    w = torch.ones(3)
+    cache = PreparedCache(doubled)
+    assert cache(w) is not cache(w), "the first calls are captured"
+    now[0] = False
+    kept = cache.prepared([w])
+    assert cache.prepared([w]) is kept
+    now[0] = True
+    assert cache.prepared([w]) is not kept, "its memory is freed with the weights, the capture is not"
+    now[0] = False
+    assert cache.prepared([w]) is kept
+
+
+def test_constants_are_computed_before_another_stream_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[torch.device] = []
+    module = SimpleNamespace(current_stream=lambda d: SimpleNamespace(synchronize=lambda: waited.append(d)))
+    monkeypatch.setattr(torch, "meta", module, raising=False)
+    w = torch.ones(3)
+    cache = PreparedCache(lambda w: (w.to("meta"), w * 2, 3))
+    cache(w), cache(w)
+    assert waited == [torch.device("meta")]
 
 
 def test_packing_is_not_recorded_by_autograd() -> None:

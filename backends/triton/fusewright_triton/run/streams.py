@@ -52,10 +52,12 @@ class SideStream:
         thread starts there would become part of the recording."""
         with self._turn:
             self.side.wait_stream(current)
-            with torch.cuda.stream(self.side):
-                self._take_workspaces()
-                yield
-            current.wait_stream(self.side)
+            try:
+                with torch.cuda.stream(self.side):
+                    self._take_workspaces()
+                    yield
+            finally:  # what failed has queued work that reads memory, which the current stream is about to reuse
+                current.wait_stream(self.side)
 
     @contextlib.contextmanager
     def capturing(self, graph: torch.cuda.CUDAGraph, **how: Any) -> Iterator[None]:

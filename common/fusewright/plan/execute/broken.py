@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from types import CodeType
@@ -135,13 +135,11 @@ class BrokenCalls:
         return self._trials.get(sizes)
 
     def _in_eager(self) -> Callable[[], None]:
-        for code in self.codes:
+        """Let eager run what is called now. Return what ends that, for the same code even if there is a reset until then."""
+        codes = tuple(self.codes)
+        for code in codes:
             compat.set_skipped(code, True)
-        return self._compiled
-
-    def _compiled(self) -> None:
-        for code in self.codes:
-            compat.set_skipped(code, False)
+        return partial(_compiled, codes)
 
     def _ended(self, trial: Trial, who: Verdict, end: Callable[[], None], start: float) -> None:
         seconds = clock() - start
@@ -157,6 +155,11 @@ class BrokenCalls:
                 "fusewright: %s: a call with graph breaks takes %.3f ms compiled and %.3f ms in eager; eager runs such calls from "
                 "now on. See its breaks: fusewright explain", self.name, plan, eager,
             )  # fmt: skip
+
+
+def _compiled(codes: Iterable[CodeType]) -> None:
+    for code in codes:
+        compat.set_skipped(code, False)
 
 
 def _code_of(function: object) -> CodeType | None:

@@ -10,6 +10,7 @@ kernels of one half rely on the layout of what the other half hands over; a shad
 from __future__ import annotations
 
 import hashlib
+import inspect
 import logging
 import math
 import threading
@@ -166,12 +167,18 @@ class Half:
         """A function that waits for the graph's device, given the arguments of any call; `at_once` on the host."""
         if self._wait is None:
             device = next((a.device for a in args if isinstance(a, torch.Tensor) and a.device.type != HOST), None)
-            self._wait = at_once if device is None else partial(torch.get_device_module(device).synchronize, device)
+            self._wait = at_once if device is None else _waiting(device)
         return self._wait
 
 
 def at_once() -> None:
     """Wait for nothing."""
+
+
+def _waiting(device: torch.device) -> Callable[[], None]:
+    """A function that waits for a device, which modules of a single device do not name."""
+    wait = torch.get_device_module(device).synchronize
+    return partial(wait, device) if inspect.signature(wait).parameters else partial(wait)
 
 
 _one = threading.Lock()

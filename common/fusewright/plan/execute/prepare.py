@@ -188,6 +188,7 @@ class PreparedCache:
         self.whole = False
         self._entries: dict[tuple[int, ...], Prepared] = {}
         self._last: list[Prepared] = []  # at most one
+        self._captures: Callable[[], bool] | None = None
         self._lock = threading.Lock()
         self.runs = 0
         _CACHES.add(self)
@@ -200,7 +201,13 @@ class PreparedCache:
         return self.prepared(weights).values
 
     def prepared(self, weights: Sequence[torch.Tensor]) -> Prepared:
-        """The results for these weights; two calls return the same object if and only if nothing has changed."""
+        """The results for these weights; two calls return the same object if and only if nothing has changed.
+
+        While somebody else captures the device's work, they are made anew and not kept: nothing is computed until the capture is
+        replayed, and it then follows its weights, as eager's does.
+        """
+        if self._captures is not None and self._captures():
+            return self._once(weights)
         last = next(iter(self._last), None)
         if last is not None and last.holds(weights):
             return last
@@ -223,16 +230,19 @@ class PreparedCache:
         _remove(dropped.alive, self._last)
 
     def _run(self, key: tuple[int, ...], weights: Sequence[torch.Tensor]) -> Prepared:
+        self._captures = _capturing(weights)
+        strided = all(w.layout is torch.strided for w in weights)  # nothing tells when others change
+        if not strided or (self._captures is not None and self._captures()):
+            return self._once(weights)
         with self._lock, torch.no_grad():
             self.runs += 1
-            if any(w.layout is not torch.strided for w in weights):  # nothing tells when these change, so results are not kept
-                return Prepared(self._prepare(*weights), [], lambda _: False, Samples(()), [], [])
             addresses, same = [w.data_ptr() or without_memory(w) for w in weights], watch(weights)
             # free stale copies before making new ones
             for other in [k for k, e in self._entries.items() if k == key or e.addresses == addresses]:
                 self._drop(other)
             # A view keeps its base's memory alive: results that are views of the weights would never let them be freed.
             values = self._prepare(*map(_unowned, weights))
+            _wait_for(values)
             alive = [True]
 
             def forget(
@@ -251,6 +261,28 @@ class PreparedCache:
             found = Prepared(values, addresses, same, Samples(weights), alive, watchers, whole)
             self._entries[key] = found
             return found
+
+
+    def _once(self, weights: Sequence[torch.Tensor]) -> Prepared:
+        """The results for one call, which are not kept."""
+        with self._lock, torch.no_grad():
+            self.runs += 1
+            return Prepared(self._prepare(*weights), [], lambda _: False, Samples(()), [], [])
+
+
+def _capturing(weights: Sequence[torch.Tensor]) -> Callable[[], bool] | None:
+    """What tells whether work of the weights' device is being captured; None where none can be."""
+    device = next((w.device.type for w in weights if w.device.type != HOST), None)
+    found: Callable[[], bool] | None = getattr(getattr(torch, device or "", None), "is_current_stream_capturing", None)
+    return found
+
+
+def _wait_for(values: Sequence[Any]) -> None:
+    """Wait until values are computed: calls on other streams will read them at once."""
+    for device in {v.device for v in values if isinstance(v, torch.Tensor) and v.device.type != HOST}:
+        stream_of = getattr(getattr(torch, device.type, None), "current_stream", None)
+        if stream_of is not None:
+            stream_of(device).synchronize()
 
 
 def _remove(alive: list[bool], last: list[Prepared]) -> None:

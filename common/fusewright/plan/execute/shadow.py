@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
+from torch.utils._pytree import tree_leaves
 
 from fusewright import _torch_compat as compat
 from fusewright import machine, storage
@@ -53,7 +54,7 @@ class Eager:
         self._root, self._graph = gm, _copy(gm.graph)
         places = {n: k for k, n in enumerate(self._graph.find_nodes(op="placeholder"))}
         self._written = sorted({places[r] for r in _written_roots(self._graph) if r in places})
-        self._draws = any(draws(n) for n in self._graph.nodes)
+        self._drawing = [n.meta.get("val") for n in self._graph.nodes if draws(n)]
         self._measured: Callable[..., Any] | None = None
         self._plain: Callable[..., Any] | None = None
         self._until = math.inf
@@ -74,7 +75,8 @@ class Eager:
         if self._measured is None:
             self._bytes = peak_bytes(self._graph)
             self._measured = GraphModule(self._root, _watched(self._graph, self._look)).forward
-            self._devices = {str(a.device) for a in args if isinstance(a, torch.Tensor)}
+            found = (*args, *tree_leaves(self._drawing))  # a graph may draw on a device that none of its arguments is on
+            self._devices = {str(a.device) for a in found if isinstance(a, torch.Tensor)}
             self._held = [attrgetter(n.target)(self._root) for n in self._graph.find_nodes(op="get_attr")]
         odd = (why for t in (*args, *self._held) if isinstance(t, torch.Tensor) and (why := storage.why_not(t)))
         if why := next(odd, ""):
@@ -83,7 +85,7 @@ class Eager:
         if needed > LITTLE and needed * ROOM > min(map(free_bytes, self._devices)):
             raise Unfit(f"it may need {needed >> 20} MiB")
         given = self._with_copies(args)
-        with _undone(self._devices) if self._draws else contextlib.nullcontext():
+        with _undone(self._devices) if self._drawing else contextlib.nullcontext():
             wait()
             start = clock()
             self._until = start + limit

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from fusewright.interface import CopyingRecorder, Recorder
+from fusewright.storage import lazy
 
 MOST = 8
 """Inputs, and results, that a recording copies itself. Each takes the device a microsecond or two, and torch's copy of a list one
@@ -19,14 +20,16 @@ Call = Callable[[list[Any]], Sequence[torch.Tensor] | None]
 
 class CopiesIn:
     """Buffers with the shapes and strides of the arguments at `places`; each call fills them, those of one type in one call:
-    torch copies lists of mixed types one tensor at a time."""
+    torch copies lists of mixed types one tensor at a time. `lazy`: the memory of an argument is not its value."""
 
     def __init__(self, args: Sequence[Any], places: Iterable[int]) -> None:
         self.buffers: dict[int, torch.Tensor] = {}
+        self.lazy = False
         self._flat: set[int] = set()
         kinds: dict[Any, tuple[list[int], list[torch.Tensor]]] = {}
         for k in places:
             x = args[k]
+            self.lazy = self.lazy or bool(lazy(x))
             target = buffer = x.clone()  # keeps the strides of a dense tensor
             if buffer.stride() != x.stride():
                 target = flat(x).clone()
@@ -57,7 +60,8 @@ def record_with_copies(
 ) -> tuple[Sequence[torch.Tensor], Call]:  # fmt: skip
     """Record `run`, which `draws` random numbers or does not, with copies of its inputs and of what `returned` selects of its
     results, by the recorder itself where it can. Return the results and the call."""
-    if not draws and isinstance(recorder, CopyingRecorder) and _simple(list(copy_in.buffers.values()), recorder):
+    simple_inputs = not copy_in.lazy and _simple(list(copy_in.buffers.values()), recorder)
+    if not draws and simple_inputs and isinstance(recorder, CopyingRecorder):
         selected: list[torch.Tensor] = []
 
         def simple(results: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -95,9 +99,10 @@ def copier_out(tensors: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tenso
 
 
 def _apart(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether tensors are dense and share no memory, so that they are copied one by one."""
+    """Whether tensors are dense, lie in memory as they read and share none, so that they are copied one by one."""
     storages = {t.untyped_storage().data_ptr() for t in tensors}
-    return len(storages) == len(tensors) and all(torch.empty_like(t, device="meta").stride() == t.stride() for t in tensors)
+    plain = len(storages) == len(tensors) and not any(map(lazy, tensors))
+    return plain and all(torch.empty_like(t, device="meta").stride() == t.stride() for t in tensors)
 
 
 def _simple(tensors: Sequence[torch.Tensor], recorder: Recorder) -> bool:
@@ -112,14 +117,14 @@ def flat(t: torch.Tensor) -> torch.Tensor:
 
 
 def copied_out(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies with the same strides, which share memory where the given tensors do. None is a view: autograd forbids in-place
-    writes to views that a custom function returned."""
+    """Copies with the same strides, which share memory and negate or conjugate it lazily where the given tensors do. None is a
+    view: autograd forbids in-place writes to views that a custom function returned."""
     by_storage: dict[int, list[torch.Tensor]] = {}
     for t in tensors:
         by_storage.setdefault(t.untyped_storage().data_ptr(), []).append(t)
     made: dict[int, torch.Tensor] = {}
     for group in by_storage.values():
-        if len(group) == 1 or all(t is group[0] for t in group):
+        if all(t is group[0] for t in group) and not lazy(group[0]):
             x = group[0]
             made[id(x)] = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
             flat(made[id(x)]).copy_(flat(x))
@@ -128,6 +133,6 @@ def copied_out(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         whole.set_(group[0].untyped_storage())
         whole = whole.clone()
         for t in group:
-            view = torch.empty(0, dtype=t.dtype, device=t.device)
+            view = t.data if lazy(t) else torch.empty(0, dtype=t.dtype, device=t.device)
             made[id(t)] = view.set_(whole.untyped_storage(), t.storage_offset(), t.shape, t.stride())
     return [made[id(t)] for t in tensors]

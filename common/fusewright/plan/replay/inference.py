@@ -28,7 +28,16 @@ from fusewright.plan.execute.prepare import Prepared, picker, watch
 from fusewright.plan.ir import Instruction, Ref, Run, reads
 from fusewright.plan.memory import roots_of, storage_bytes
 from fusewright.plan.replay.copies import Call, CopiesIn, around, copier_out, record_with_copies
-from fusewright.plan.replay.obstacles import FEWEST, communicates, obstacle, passed_on, plan_device, written_inputs
+from fusewright.plan.replay.obstacles import (
+    FEWEST,
+    communicates,
+    draws,
+    foreign,
+    obstacle,
+    passed_on,
+    plan_device,
+    written_inputs,
+)
 from fusewright.plan.replay.pieces import Pieces, communicating, no_pieces
 from fusewright.plan.replay.recording import Recorded, shown
 from fusewright.plan.verify import PLAN
@@ -123,14 +132,14 @@ def written_places(plan: Plan) -> frozenset[int]:
 
 def _late(plan: Plan) -> set[int]:
     """Positions of the instructions that make large results, and of all that depend on them. A collective keeps its place, and so
-    does what reads memory that a call overwrites."""
+    do what reads memory that a call overwrites and calls of others' code, which may replay recordings that share memory."""
     if written_inputs(plan):
         return set()
     roots = roots_of(plan.instructions)
     overwritten = {root for v in written_values(plan) for root in roots.get(v, {v})}
 
     def movable(i: Instruction) -> bool:
-        return not communicates(i) and not any(overwritten & roots.get(r, {r}) for r in reads(i))
+        return not communicates(i) and not foreign(i) and not any(overwritten & roots.get(r, {r}) for r in reads(i))
 
     results = [r.id for r in plan.outputs if isinstance(r, Ref)]
     late: set[int] = set()
@@ -169,6 +178,8 @@ class _Recording:
 class Replayed(Recorded[_Recording]):
     """A plan as a callable that records itself at its first call and replays from then on."""
 
+    shares = True
+
     def __init__(
         self, plan: Plan, kernels: Mapping[str, KernelCode], run: Run, recorder: Recorder, tell: Callable[[str], None]
     ) -> None:
@@ -183,7 +194,7 @@ class Replayed(Recorded[_Recording]):
         self._all_early = len(self.parts.early) == len(plan.outputs)
         self._weights = [plan.inputs.index(i) for i in plan.prepare_inputs]
         self._prepare_inputs = picker(self._weights)
-        self._writes = bool(written_inputs(plan))
+        self._writes, self._draws = bool(written_inputs(plan)), draws(plan)
         self._recordings: dict[tuple[Hashable, ...], _Recording] = {}
         self._last: _Recording | None = None
         self._unused = 0
@@ -267,6 +278,7 @@ class Replayed(Recorded[_Recording]):
 
         ways = (lambda: self.run(list(args)), lambda: self._results(made, args) or ())
         plain, replayed = (self.recorder.seconds(noting(w, k)) for w, k in zip(ways, kinds, strict=True))
+        made.uses = 0  # of callers
         if kinds[0] != kinds[1]:
             return OTHER_TENSORS
         return f"it is slower: {replayed * 1e3:.2f} ms against {plain * 1e3:.2f} ms" if replayed > plain * SLOWER else ""
@@ -287,7 +299,7 @@ class Replayed(Recorded[_Recording]):
             else:  # a warm-up runs the head, so skip it if that would write into inputs
                 warm = not self._writes
                 _, call = record_with_copies(
-                    self.recorder, lambda: self._head(list(given)), copy_in, returned, warm=warm, shared=True
+                    self.recorder, lambda: self._head(list(given)), copy_in, returned, warm=warm, shared=True, draws=self._draws
                 )
         rest = [by_id[v] for v in self.parts.tail_rest]
         weights = self._weights if prepared is not None else ()

@@ -22,6 +22,8 @@ _FACTORIZATION = re.compile(r"_?linalg_(?!vector_norm|cross|vecdot|solve_triangu
 """Operators whose libraries read results back from the device, or that call such operators (`linalg_pinv`). A capture that one
 of them breaks leaves its library broken."""
 
+_UNSAFE = torch.Tag.cudagraph_unsafe
+
 _ASYNCHRONOUS = ("c10d_functional", "_c10d_functional", "_c10d_functional_autograd")
 """Namespaces of collectives for which another operator waits."""
 
@@ -121,6 +123,8 @@ def _unrecordable(i: Instruction, specs: Mapping[int, TensorSpec], training: boo
         return "sizes are computed at run time"
     if not training and ops.call_draws(operator, i.args, dict(i.kwargs)):
         return f"{i.target} draws random numbers"
+    if _UNSAFE in operator.tags:
+        return f"{i.target} is tagged as unsafe to record"
     if {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(operator.tags) and not _by_positions(i, specs):
         return f"the result of {i.target} depends on data"
     if operator.namespace == "aten" and _FACTORIZATION.match(operator._opname):
@@ -129,7 +133,9 @@ def _unrecordable(i: Instruction, specs: Mapping[int, TensorSpec], training: boo
 
 
 def draws(plan: Plan) -> bool:
-    """Whether a plan draws random numbers."""
+    """Whether a plan draws random numbers, or may: operators of extensions often do without a tag that says so."""
+    if any(map(foreign, plan.instructions)):
+        return True
     calls = ((operator_of(i.target), i) for i in plan.instructions if isinstance(i, Call))
     return any(o is not None and ops.call_draws(o, i.args, dict(i.kwargs)) for o, i in calls)
 
@@ -147,6 +153,12 @@ def communicates(i: Instruction) -> bool:
     measured or recorded, because the other processes would have to do the same at the same call."""
     operator = operator_of(i.target) if isinstance(i, Call) else None
     return operator is not None and namespaces.communicates(operator.namespace)
+
+
+def foreign(i: Instruction) -> bool:
+    """Whether an instruction runs code that may have effects besides those that it declares: draw random numbers, for example."""
+    operator = operator_of(i.target) if isinstance(i, Call) else None
+    return operator is not None and not namespaces.only_computes(operator.namespace)
 
 
 def _pending(plan: Plan) -> str | None:

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import logging
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -41,8 +42,16 @@ def shown(call: Call, plan: Plan) -> Call:
     return run
 
 
+_turns: defaultdict[Hashable, threading.RLock] = defaultdict(threading.RLock)
+"""By stream. A stream's recordings share memory: what a replay leaves there for the rest of its call must be read, or its reading
+queued, before another thread queues the next replay."""
+
+
 class Recorded(abc.ABC, Generic[R]):
-    """A callable that replays recordings of type `R`. The plain plan `run` is valid at any time. Concurrent calls take turns."""
+    """A callable that replays recordings of type `R`. The plain plan `run` is valid at any time. Concurrent calls take turns, and
+    if `shares` so do those of all plans whose recordings share memory, on each stream."""
+
+    shares = False
 
     def __init__(self, run: Run, recorder: Recorder, device: str, tell: Callable[[str], None]) -> None:
         self.run, self.recorder, self.device, self.tell = run, recorder, device, tell
@@ -53,7 +62,7 @@ class Recorded(abc.ABC, Generic[R]):
         stream = None if self.given_up else self.recorder.stream(self.device)
         if stream is None:
             return self.run(args)
-        with self._lock:
+        with _turns[stream] if self.shares else contextlib.nullcontext(), self._lock:
             found = self._recording_for(stream, args)
             results = self._results(found, args) if found is not None else None
             if results is None:

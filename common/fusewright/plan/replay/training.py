@@ -25,7 +25,7 @@ from fusewright.plan.execute import codegen
 from fusewright.plan.execute.opaque import mismatch
 from fusewright.plan.ir import Ref, Run, reads
 from fusewright.plan.memory import roots_of
-from fusewright.plan.replay.copies import Call, CopiesIn, around, copied_out, record_with_copies
+from fusewright.plan.replay.copies import Call, CopiesIn, around, copied_out, flat, record_with_copies
 from fusewright.plan.replay.inference import OTHER_TENSORS, written_places
 from fusewright.plan.replay.obstacles import draws, obstacle, plan_device
 from fusewright.plan.replay.pieces import Pieces, communicating, no_pieces
@@ -79,12 +79,13 @@ class Handover:
 
 @dataclass
 class _Recording:
-    """`storages` are (identity, reference count when nobody else holds them)."""
+    """`storages` are (identity, reference count when nobody else holds them). `overlapping` are gradients that are copied."""
 
     call: Call
     kept: Sequence[torch.Tensor]
     storages: Sequence[tuple[Any, int]]
     patience: int
+    overlapping: frozenset[int]
     uses: int = 0
 
 
@@ -119,6 +120,7 @@ class Retained(Recorded[_Recording]):
         self._kept = {v: k for k, v in enumerate(wanted)}
         self._given = {i: k for k, i in enumerate(plan.inputs)}
         self._own = [o.id for o in plan.outputs[: self.copies] if isinstance(o, Ref) and o.id in self._kept]
+        self._handed_out = {o.id for o in plan.outputs[self.copies :] if isinstance(o, Ref) and o.id in self._kept}
         self._draws = draws(plan)
         body = replace(plan, outputs=tuple(map(Ref, wanted)))
         self._pieces = Pieces(body, kernels) if communicating(plan) else None
@@ -213,16 +215,16 @@ class Retained(Recorded[_Recording]):
             return None
         r.uses += 1
         copies = dict(zip(self._own, made, strict=True))
-        return tuple(self._result(o, k < self.copies, copies, r, args) for k, o in enumerate(self.plan.outputs))
+        # Separate tensors, because autograd may take them over as gradients; a value returned twice is one tensor, or two gradients
+        # would share its memory.
+        shown = {v: r.kept[self._kept[v]].detach() for v in self._handed_out}
+        shown |= {v: r.kept[self._kept[v]].clone() for v in r.overlapping}
+        return tuple(self._result(o, copies if k < self.copies else shown, args) for k, o in enumerate(self.plan.outputs))
 
-    def _result(self, o: Any, own: bool, copies: Mapping[int, torch.Tensor], r: _Recording, args: list[Any]) -> Any:
+    def _result(self, o: Any, made: Mapping[int, torch.Tensor], args: list[Any]) -> Any:
         if not isinstance(o, Ref):
             return o
-        if o.id in self._given:
-            return args[self._given[o.id]]
-        if own:
-            return copies[o.id]
-        return r.kept[self._kept[o.id]].detach()  # a separate tensor: autograd may take it over as a gradient
+        return args[self._given[o.id]] if o.id in self._given else made[o.id]
 
     def _record(self, args: list[Any]) -> _Recording | None:
         self._recorded += 1
@@ -242,7 +244,21 @@ class Retained(Recorded[_Recording]):
         storages = list({compat.storage_id(t): t.untyped_storage() for t in mine}.values())
         uses = [(s, compat.storage_uses(s)) for s in storages]
         self.tell(f"replayed, {len(self.plan.instructions)} instructions")
-        return _Recording(shown(call, self.plan), kept, uses, self._patience)
+        return _Recording(shown(call, self.plan), kept, uses, self._patience, self._overlapping(kept, args))
+
+    def _overlapping(self, kept: Sequence[torch.Tensor], args: list[Any]) -> frozenset[int]:
+        """Gradients that may share elements with others: two parameters would get the same memory. What forward saves may."""
+        found: set[int] = set()
+        spans: dict[int, list[tuple[int, int]]] = {}
+        for v in dict.fromkeys(o.id for o in self.plan.outputs if isinstance(o, Ref)) if self._fixed is None else ():
+            t = args[self._given[v]] if v in self._given else kept[self._kept[v]]
+            if isinstance(t, torch.Tensor) and t.layout is torch.strided:
+                start, others = t.data_ptr(), spans.setdefault(compat.storage_id(t), [])
+                end = start + flat(t).numel() * t.element_size()
+                if v in self._kept and any(start < e and s < end for s, e in others):
+                    found.add(v)
+                others.append((start, end))
+        return frozenset(found)
 
     def _recorded_body(self, copy_in: CopiesIn, given: list[Any]) -> tuple[Sequence[torch.Tensor], Call]:
         """Only the recording may hold what forward saved, which is among the arguments."""

@@ -72,6 +72,18 @@ def test_each_stream_has_a_stream_beside_it_that_nobody_else_has(devices: Device
     assert first.pool is not other.pool
 
 
+def test_what_a_failed_recording_has_queued_is_waited_for(devices: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A warm-up may run out of memory while its kernels still read buffers that the plain plan, which runs next, is given."""
+    current, beside = devices.stream(0), streams.side_of(devices.stream(0))
+    beside.side.wait_stream = lambda stream: devices.noted.append("side")  # type: ignore[method-assign]
+    current.wait_stream = lambda stream: devices.noted.append("current")
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    monkeypatch.setattr(beside, "_take_workspaces", lambda: None)
+    with pytest.raises(torch.OutOfMemoryError), beside.beside(current):
+        raise torch.OutOfMemoryError
+    assert devices.noted == ["side", "current"]
+
+
 @torch.no_grad()
 def test_a_plan_is_recorded_and_measured_on_its_device() -> None:
     class On(Recorder):

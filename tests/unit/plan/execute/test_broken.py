@@ -204,6 +204,19 @@ def test_a_reset_begins_anew(world: World) -> None:
     assert world.ran[0] == world.ran[FIRST - 2] == "plan" and world.ran[-1] == "eager"
 
 
+def test_a_reset_while_eager_runs_a_call_leaves_no_code_skipped(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread may reset and call the function before this call ends."""
+    skipped: dict[object, bool] = {}
+    monkeypatch.setattr(broken.compat, "set_skipped", skipped.__setitem__)
+    calls, code = broken.BrokenCalls("backend", lambda: True), in_two_parts(world).__code__
+    calls.codes.add(code)
+    end = calls._in_eager()
+    assert skipped == {code: True}
+    calls._forget()
+    end()
+    assert skipped == {code: False}
+
+
 def test_calls_that_must_be_deterministic_stay_compiled(world: World) -> None:
     g = compiled(in_two_parts(world))
     torch.use_deterministic_algorithms(True)

@@ -7,6 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from fusewright.config import Options
 from fusewright.interface import Phase
 from fusewright.plan.execute import compared
 from fusewright.plan.execute.compared import FIRST, LOSSES, MOST_CLASSES, SHARE, STOPPED, WARM_UP, Comparison
-from fusewright.plan.execute.shadow import TooLong, Unfit
+from fusewright.plan.execute.shadow import Eager, TooLong, Unfit
 
 aten = torch.ops.aten
 
@@ -298,6 +299,16 @@ def test_it_is_off_in_a_process_group_while_profiling_and_under_modes(monkeypatc
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     assert not found.may()
     assert pipeline.comparison(registry.create("fusewright_null", parsed), parsed) is None
+
+
+@pytest.mark.parametrize("takes", [True, False], ids=["several devices", "one device"])
+def test_a_device_is_waited_for_as_its_module_takes_it(monkeypatch: pytest.MonkeyPatch, takes: bool) -> None:
+    """`torch.cuda.synchronize` takes the device, `torch.mps.synchronize` does not."""
+    waited: list[Any] = []
+    module = SimpleNamespace(synchronize=waited.append if takes else lambda: waited.append("the only one"))
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    compared.Half("infer", Eager(traced())).waiting([1, torch.empty(3, device="meta")])()
+    assert waited == [torch.device("meta") if takes else "the only one"]
 
 
 def test_a_device_that_torch_has_no_module_for_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:

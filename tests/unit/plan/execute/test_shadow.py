@@ -48,6 +48,14 @@ def test_what_it_writes_is_a_copy_with_the_same_memory() -> None:
     assert torch.equal(whole, before) and len(args) == 2 and part._version == whole._version == 0
 
 
+def test_generators_of_devices_that_no_argument_is_on_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[set[str]] = []
+    monkeypatch.setattr(shadow, "generators", lambda devices: asked.append(devices) or nothing)
+    eager = Eager(traced(lambda x: (x + 1, torch.rand(3, device="meta")), torch.ones(3)))
+    eager.seconds([torch.ones(3)], math.inf, nothing)
+    assert asked == [{"meta"}]
+
+
 def test_random_numbers_are_put_back_even_if_it_is_stopped() -> None:
     def f(x: torch.Tensor) -> torch.Tensor:
         for _ in range(20):

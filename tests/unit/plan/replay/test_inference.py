@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -254,10 +255,11 @@ def test_inputs_lie_anywhere_in_any_layout(view: Callable[[torch.Tensor], torch.
     assert recorder.recorded == 1 and recorder.replays == 3
 
 
+@pytest.mark.parametrize("kind", [Recorder, Running])
 @torch.no_grad()
-def test_prepared_constants_that_change_are_recorded_anew_and_given_up_when_that_goes_on() -> None:
+def test_prepared_constants_that_change_are_recorded_anew_and_given_up_when_that_goes_on(kind: type[Recorder]) -> None:
     weight = torch.nn.Parameter(torch.randn(8, 8))
-    recorder = Recorder()
+    recorder = kind()
 
     def f(x: torch.Tensor) -> torch.Tensor:
         return torch.mm(torch.mm(torch.mm(x, weight * 2).relu(), weight * 2), weight)
@@ -305,6 +307,49 @@ def test_results_that_share_memory_still_do() -> None:
     assert recorder.recorded == 1
 
 
+class Crossing(Recorder):
+    """Another thread calls `other` during each replay by the thread that made this, on the stream `then`; `waited` tells whether
+    it had to wait for the end of the call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other: Callable[[], Any] = lambda: None
+        self.then, self.main = 0, threading.get_ident()
+        self.threads: list[threading.Thread] = []
+        self.waited: list[bool] = []
+
+    def stream(self, device: str) -> int | None:
+        return self.current if threading.get_ident() == self.main else self.then
+
+    def record(self, run: Callable[[], Any], warm: bool) -> tuple[Any, Callable[[], None]]:
+        results, replay = super().record(run, warm)
+
+        def again() -> None:
+            replay()
+            if threading.get_ident() == self.main:
+                self.threads.append(threading.Thread(target=torch.no_grad()(self.other)))
+                self.threads[-1].start()
+                self.threads[-1].join(0.2)
+                self.waited.append(self.threads[-1].is_alive())
+
+        return results, again
+
+
+@pytest.mark.parametrize("stream", [0, 1])
+@torch.no_grad()
+def test_what_a_replay_leaves_for_the_rest_of_its_call_is_read_before_another_thread_replays_on_the_stream(stream: int) -> None:
+    recorder, x = Crossing(), torch.randn(4, 8)
+    fast, other = compiled(Small().eval(), recorder), compiled(_long, recorder)
+    for recorder.current in (0, stream):
+        fast(x), fast(x), other(x @ x.T), other(x @ x.T)
+    recorder.current, recorder.then, recorder.waited = 0, stream, []
+    recorder.other = lambda: other(x @ x.T)
+    fast(x)
+    for thread in recorder.threads:
+        thread.join()
+    assert recorder.waited == [stream == 0]
+
+
 def _reason(fn: Any, *args: Any, recorder: Recorder | None = None) -> str:
     fast = compiled(fn, recorder or Recorder())
     with torch.no_grad(), recording() as reports:
@@ -333,6 +378,35 @@ def test_an_index_by_positions_is_recorded_and_one_by_a_mask_is_not() -> None:
     index = Call("aten::index.Tensor", (Ref(1), (None, Ref(2))), (3,))
     assert obstacles._unrecordable(index, {2: TensorSpec((4,), (1,), torch.int64)}) is None
     assert "depends on data" in str(obstacles._unrecordable(index, {2: TensorSpec((4,), (1,), torch.bool)}))
+
+
+@torch.library.custom_op("other_tests::unsafe", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def unsafe(x: torch.Tensor) -> torch.Tensor:
+    return x + 1
+
+
+@unsafe.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def test_what_runs_others_code_may_draw_and_is_not_called_after_a_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may draw without a tag that says so, or call what replays recordings that share memory."""
+    monkeypatch.setattr(inference, "LARGE", 0)
+    first = [Call("aten::relu.default", (Ref(1),), (2,)), Call("aten::neg.default", (Ref(2),), (3,))]
+    specs = dict.fromkeys(range(1, 6), TensorSpec((4,), (1,), torch.float32))
+
+    def ending(target: str) -> Plan:
+        rest = [Call("aten::exp.default", (Ref(3),), (4,)), Call(target, (Ref(4),), (5,))]
+        return Plan((1,), (Ref(5),), [*first, *rest], [], (), (), specs)
+
+    for target, draws, late in (("aten::abs.default", False, {3}), ("other_tests::unsafe.default", True, set())):
+        assert (obstacles.draws(ending(target)), inference._late(ending(target))) == (draws, late)
+
+
+def test_what_is_tagged_as_unsafe_to_record_is_not() -> None:
+    reason = "not replayed: other_tests::unsafe.default is tagged as unsafe to record"
+    assert _reason(lambda x: _long(x) + unsafe(x), torch.randn(4, 4)) == reason
 
 
 def test_what_waits_for_the_device_is_known_by_torch_s_tags() -> None:

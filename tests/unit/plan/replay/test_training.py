@@ -121,6 +121,23 @@ def test_what_was_traced_is_checked_before_a_recording_though_eager_makes_all_of
     assert reports[-1].replay == "not replayed: an operator gives other tensors while it is recorded"
 
 
+@pytest.mark.parametrize("shape", [(64, 8), (512,)], ids=["one value", "a view of it"])
+def test_gradients_that_are_equal_do_not_share_memory(shape: tuple[int, ...]) -> None:
+    """Autograd takes over a gradient that nobody else holds, so a value that is two gradients must be one tensor."""
+    recorder = Forgetful()
+    a, b = torch.nn.Parameter(torch.ones(64, 8)), torch.nn.Parameter(torch.ones(shape))
+    fast = compiled(lambda x: ((x + a + b.view(64, 8)).sin() @ x.t()).cos(), recorder)
+    for _ in range(3):
+        a.grad = b.grad = None
+        fast(torch.ones(64, 8)).sum().backward()
+        assert a.grad is not None and b.grad is not None
+        wanted = b.grad.clone()
+        torch.testing.assert_close(a.grad, wanted.view(64, 8))
+        a.grad.mul_(0.5)  # as `clip_grad_norm_` does, to both
+        assert torch.equal(b.grad, wanted)
+    assert recorder.replays >= 2
+
+
 def test_nothing_is_replayed_while_gradients_are_accumulated_or_two_forwards_are_open() -> None:
     torch.manual_seed(0)
     model, recorder, x = Small(), Forgetful(), torch.randn(64, 8)

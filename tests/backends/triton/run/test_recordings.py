@@ -1,0 +1,148 @@
+"""Recordings on a real GPU beside other threads, streams and captures. The host's part is tested without one, in
+tests/unit/plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+import fusewright
+from fusewright.report import recording
+
+pytestmark = pytest.mark.hardware("rocm_triton" if torch.version.hip else "nvidia_triton")
+
+OPTIONS = {"fallback": "allow", "cache": False, "never_slower": False}
+
+
+def compiled(fn: Callable[..., Any], **options: Any) -> Any:
+    name = "rocm_triton" if torch.version.hip else "nvidia_triton"
+    return torch.compile(fn, backend=name, options={**OPTIONS, **options})
+
+
+def randn(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda") / 32
+
+
+@torch.no_grad()
+def test_threads_replay_on_one_stream_though_recordings_share_its_memory() -> None:
+    """The second plan leaves what its large result is made of where the first has its temporaries."""
+    w = randn(1024, 1024)
+
+    def first(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(6):
+            x = torch.sin(x @ w)
+        return x.sum(-1)
+
+    def second(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            x = torch.cos(x @ w)
+        return torch.exp(x @ w)
+
+    xs, plans = [randn(1024, 1024) for _ in range(2)], [compiled(f) for f in (first, second)]
+    wanted = [f(x) for f, x in zip((first, second), xs, strict=True)]
+    with recording() as reports:
+        for plan, x in zip(plans, xs, strict=True):
+            for _ in range(3):
+                plan(x)
+    assert [r.replay[:8] for r in reports] == ["replayed"] * 2
+
+    @torch.no_grad()
+    def calls(k: int) -> bool:
+        found = [plans[k](xs[k]) for _ in range(200)]
+        return all(torch.allclose(y, wanted[k], rtol=1e-2, atol=1e-3) for y in found)
+
+    with ThreadPoolExecutor(2) as pool:
+        assert all(pool.map(calls, range(2)))
+
+
+@torch.no_grad()
+def test_what_is_conjugated_lazily_is_copied_by_value() -> None:
+    w = torch.randn(64, 64, dtype=torch.complex64, device="cuda") / 8
+
+    def f(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = ((x @ w) * x + x) @ w
+        return y.conj(), (y @ w).conj().imag
+
+    fast = compiled(f)
+    for _ in range(4):
+        x = torch.randn(64, 64, dtype=torch.complex64, device="cuda")
+        for given in (x, x.conj()):
+            torch.testing.assert_close(fast(given), f(given), rtol=1e-3, atol=1e-3)
+
+
+@torch.library.custom_op("other_tests::noise", mutates_args=())
+def noise(x: torch.Tensor) -> torch.Tensor:
+    return torch.rand_like(x)
+
+
+@noise.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def test_an_operator_that_draws_without_a_tag_draws_anew_in_every_replay() -> None:
+    w = randn(64, 64).requires_grad_()
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(16):
+            x = torch.sin(x @ w)
+        return x + noise(x.detach())
+
+    fast, x = compiled(f), randn(64, 64)
+    for seed in range(5):
+        torch.manual_seed(seed)
+        wanted = [f(x), f(x)]
+        torch.manual_seed(seed)
+        found = [fast(x), fast(x)]
+        torch.testing.assert_close(found, wanted, rtol=1e-2, atol=1e-3)
+        found[1].sum().backward()
+
+
+class Scaled(torch.nn.Module):
+    """A product with a constant that is prepared from the weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(randn(1024, 1024))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sin(x @ (self.weight * 2)) @ self.weight.exp()
+
+
+@torch.no_grad()
+def test_another_stream_reads_constants_that_are_computed() -> None:
+    model, x = Scaled(), randn(64, 1024)
+    fast, other = compiled(model, graphs=False), torch.cuda.Stream()
+    wanted = model(x)
+    torch.testing.assert_close(fast(x), wanted, rtol=1e-2, atol=1e-3)
+    torch.cuda.synchronize()
+    fusewright.refresh(model)
+    torch.cuda._sleep(200_000_000)  # the constants are computed after about 0.1 s
+    fast(x)
+    with torch.cuda.stream(other):
+        found = fast(x)
+    torch.cuda.synchronize()
+    torch.testing.assert_close(found, wanted, rtol=1e-2, atol=1e-3)
+
+
+@torch.no_grad()
+def test_a_users_capture_follows_the_weights() -> None:
+    """Constants that the capture had read would be stale, and freed at the next call outside of it."""
+    model, x = Scaled(), randn(64, 1024)
+    fast, side = compiled(model), torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            fast(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = fast(x)
+    for _ in range(2):
+        model.weight.mul_(-1.5)
+        torch.testing.assert_close(fast(x), model(x), rtol=1e-2, atol=1e-3)
+        graph.replay()
+        torch.testing.assert_close(y, model(x), rtol=1e-2, atol=1e-3)
