@@ -78,8 +78,10 @@ def _folded(b: Builder, how: str, values: list[Val]) -> Val:
         case "mean":
             return _folded(b, "sum", values) / len(values)
         case "m2":
-            mean = _folded(b, "mean", values)
-            return _folded(b, "sum", [(v - mean) * (v - mean) for v in values])
+            # of distances from an element, whose mean is small: see `transform/moments.py`
+            apart = [v - values[0] for v in values[1:]]
+            mean = _folded(b, "sum", apart) / len(values)
+            return _folded(b, "sum", [mean * mean, *((v - mean) * (v - mean) for v in apart)])
     op = {"sum": "add", "prod": "mul", "max": "maximum", "min": "minimum", "any": "or", "all": "and"}[how]
     while len(values) > 1:  # pairwise: short dependency chains, small errors
         odd = values[-1:] if len(values) % 2 else []
