@@ -1,9 +1,10 @@
 """Rewrites means and sums of squared deviations (`m2`) as plain sums, for emitters whose rows stay in cache: a second pass
 over the row costs less than the per-element division of a running mean, and its error is smaller.
 
-Where deviations are far smaller than the mean, its rounding would be a visible part of them. So the second pass also adds up the
-distances from the rounded mean, which gives its error (Chan, Golub and LeVeque, "Algorithms for computing the sample variance", 1983).
-In short rows one more sum would take a third of the time: there both passes work on distances from an element, whose mean is small."""
+Where deviations are far smaller than the mean, its rounding would be a visible part of them. So the second pass also adds up
+the distances from the rounded mean, which gives its error (Chan, Golub and LeVeque, "Algorithms for computing the sample
+variance", 1983). In short rows one more sum would take a third of the time: there both passes work on distances from an element,
+whose mean is small."""
 
 from __future__ import annotations
 
@@ -11,11 +12,13 @@ import math
 from dataclasses import dataclass, replace
 from itertools import count
 
+import torch
+
 from fusewright.toolkit.ir.extent import Extent
 from fusewright.toolkit.ir.index import Index, axis_index
 from fusewright.toolkit.ir.ir import Kernel, Node, Stage, cost
 from fusewright.toolkit.ir.schedule import KEEP_COST
-from fusewright.toolkit.ir.types import DType
+from fusewright.toolkit.ir.types import DType, to_torch
 from fusewright.toolkit.ir.verify import kernel_pass
 
 SHORT = 512
@@ -174,10 +177,15 @@ class _Lowering:
         return out, last
 
     def _corrected(self, m2: Node, squares: Node, rest: Node, operand: _Operand) -> list[Node]:
-        """Emit m2 and the mean, from sums of distances from the rounded one. Of a sum that overflowed, nothing is taken."""
+        """Emit m2 and the mean, from sums of distances from the rounded one. Rounding must not make m2 negative, and a sum that
+        overflows not inf - inf."""
         t, off = m2.dtype, next(self.fresh)
+        zero, most = (self._new("const", t, value=v) for v in (0.0, torch.finfo(to_torch(t)).max))
         share = self._new("mul", t, rest.id, off)
-        less = self._new("lt", "bool", share.id, squares.id)
-        left = self._new("sub", t, squares.id, share.id)
-        out = [*self._divided(rest, off), share, less, left, Node(m2.id, "where", t, (less.id, left.id, squares.id))]
+        finite = self._new("lt", "bool", share.id, most.id)
+        taken = self._new("where", t, finite.id, share.id, most.id)
+        left = self._new("sub", t, squares.id, taken.id)
+        below = self._new("lt", "bool", left.id, zero.id)
+        found = Node(m2.id, "where", t, (below.id, zero.id, left.id))
+        out = [*self._divided(rest, off), zero, most, share, finite, taken, left, below, found]
         return out if operand.mean is None else [*out, Node(operand.mean, "add", t, (operand.centre, off))]
