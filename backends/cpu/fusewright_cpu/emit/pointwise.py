@@ -90,24 +90,29 @@ def _call(name: str) -> Callable[[Fn, V], V]:
 
 
 def maximum(f: Fn, a: V, b: V) -> V:
-    """Emit torch's maximum: NaN if either is."""
-    if f.module.target.arm:
-        return f.call("maximum", a.t, [a, b])
-    return f.select(f.bin("or", f.cmp("fcmp ogt", a, b), f.cmp("fcmp uno", a, a)), a, b)
+    """Emit torch's maximum: NaN if either is. Of two zeros it is the second, as in eager's vectors, but not if that is a number: a
+    relu keeps -0.0. With a number, this is one instruction of x86."""
+    return _extreme(f, "maximum", "g", a, b)
 
 
 def minimum(f: Fn, a: V, b: V) -> V:
+    return _extreme(f, "minimum", "l", a, b)
+
+
+def _extreme(f: Fn, name: str, pred: str, a: V, b: V) -> V:
     if f.module.target.arm:
-        return f.call("minimum", a.t, [a, b])
-    return f.select(f.bin("or", f.cmp("fcmp olt", a, b), f.cmp("fcmp uno", a, a)), a, b)
+        return f.call(name, a.t, [a, b])
+    if b.lit:  # comparisons with equality, as of some others of half types LLVM makes those that take the other zero
+        return f.select(f.bin("and", f.cmp(f"fcmp u{pred}e", a, b), f.cmp("fcmp ord", b, b)), a, b)
+    return f.select(f.bin("or", f.cmp(f"fcmp o{pred}t", a, b), f.cmp("fcmp uno", a, a)), a, b)
 
 
 def _fmax(f: Fn, a: V, b: V) -> V:
-    return f.select(f.bin("or", f.cmp("fcmp ogt", a, b), f.cmp("fcmp uno", b, b)), a, b)
+    return f.select(f.bin("or", f.cmp("fcmp oge", a, b), f.cmp("fcmp uno", b, b)), a, b)
 
 
 def _fmin(f: Fn, a: V, b: V) -> V:
-    return f.select(f.bin("or", f.cmp("fcmp olt", a, b), f.cmp("fcmp uno", b, b)), a, b)
+    return f.select(f.bin("or", f.cmp("fcmp ole", a, b), f.cmp("fcmp uno", b, b)), a, b)
 
 
 def _sign(f: Fn, x: V) -> V:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from fusewright.interface import OpView, Value
+from fusewright.interface import HOST, OpView, Value
 from fusewright.ops.dtype_rules import result_type
 from fusewright.toolkit.ir import Builder, Val
 from fusewright.toolkit.ir.types import TYPES, from_torch
@@ -44,15 +44,17 @@ def formula(
     cost: int = 2,
     check: Check = always,
     divides: bool = False,
+    rounds: bool = False,
 ) -> Map:
     """Make a rule from a formula over the arguments called `names`, computed in the dtype of the result, or of the arguments if
-    the result is bool. `kinds`: see `_REFUSED`. `divides`: for integers, a second argument of zero is an error."""
+    the result is bool. `kinds`: see `_REFUSED`. `divides`: for integers, a second argument of zero is an error. `rounds`: eager
+    rounds numbers to a half type first, which changes more than the last digit of the result."""
 
     def run(e: Evaluator, op: OpView, k: int, at: At) -> Val:
         dtype = op.outs[k].spec.dtype if compute == "out" else promoted(op, names)  # type: ignore[union-attr]
         t = compute_dtype(dtype)
         given = [op.arg(n) for n in names]
-        if compute == "args":
+        if compute == "args" or rounds:
             given = [_rounded(a, dtype) for a in given]
         if divides and TYPES[t].kind == "int" and isinstance(given[1], Value):
             e.checked("divisor", at)
@@ -114,7 +116,12 @@ def _mul(b: Builder, op: OpView, x: Val, y: Val) -> Val:
 
 
 def _div_rounded(b: Builder, op: OpView, x: Val, y: Val) -> Val:
-    return b.op({"floor": "floordiv", "trunc": "truncdiv"}[op.arg("rounding_mode")], x, y)
+    if op.arg("rounding_mode") == "floor":
+        return b.op("floordiv", x, y)
+    other, dtype = op.arg("other"), op.out.spec.dtype  # type: ignore[union-attr]
+    if dtype not in (torch.float16, torch.bfloat16) or not isinstance(other, Value) or not getattr(other.spec, "rank", 0):
+        return b.op("truncdiv", x, y)
+    return b.op("trunc", b.cast(b.cast(b.op("div", x, y), from_torch(dtype)), x.dtype))  # eager's quotient is of the half type
 
 
 def _either(number: str, truth: str) -> Formula:
@@ -143,7 +150,11 @@ def power(b: Builder, x: Val, n: Any) -> Val:
 
 
 def _pow_scalar(b: Builder, op: OpView, x: Val) -> Val:
-    return power(b, x, op.arg("exponent"))
+    n, spec = op.arg("exponent"), op.arg("self").spec
+    if n in (0.5, -0.5) and spec.dtype == torch.float16 and torch.device(spec.device).type == HOST:
+        # On CPUs eager takes roots of every type but this one: as a power, -inf and -0.0 have that of their absolute value.
+        x = b.where(b.op("or", x.eq(-math.inf), x.eq(0)), b.op("abs", x), x)
+    return power(b, x, n)
 
 
 def _integer_power(op: OpView) -> str | None:
@@ -329,11 +340,11 @@ TABLE: Table = {
         "mul": formula(_mul, *_XY),
         "div": formula(kernel_op("div"), *_XY, kinds="float", cost=4),
         "div_rounded": formula(_div_rounded, *_XY, kinds="number", cost=10, divides=True),
-        "fmod": formula(kernel_op("fmod"), *_XY, kinds="number", cost=12, divides=True),
-        "remainder": formula(kernel_op("remainder"), *_XY, kinds="number", cost=12, divides=True),
+        "fmod": formula(kernel_op("fmod"), *_XY, kinds="number", cost=12, divides=True, rounds=True),
+        "remainder": formula(kernel_op("remainder"), *_XY, kinds="number", cost=12, divides=True, rounds=True),
         "pow": formula(kernel_op("pow"), "self", "exponent", kinds="number", cost=60),
         "pow_scalar": formula(_pow_scalar, "self", kinds="number", cost=8, check=_integer_power),
-        "scalar_pow": formula(kernel_op("pow"), "self", "exponent", kinds="number", cost=60),
+        "scalar_pow": formula(kernel_op("pow"), "self", "exponent", kinds="number", cost=60, rounds=True),
         "maximum": formula(_either("maximum", "or"), *_XY),
         "minimum": formula(_either("minimum", "and"), *_XY),
         "fmax": formula(_float_or_int("fmax", "maximum"), *_XY, kinds="number"),
@@ -363,7 +374,7 @@ TABLE: Table = {
         "relu": formula(_relu, "self", kinds="number"),
         **{n: formula(kernel_op(n), *_XY, compute="args") for n in ("eq", "ne", "lt", "le", "gt", "ge")},
         **{f"{n}_scalar": formula(kernel_op(n), *_XY, compute="args") for n in ("eq", "ne", "lt", "le", "gt", "ge")},
-        **{f"{n}_scalar": formula(kernel_op(n), *_XY, kinds="number", cost=12) for n in ("fmod", "remainder")},
+        **{f"{n}_scalar": formula(kernel_op(n), *_XY, kinds="number", cost=12, rounds=True) for n in ("fmod", "remainder")},
         "copysign_scalar": formula(kernel_op("copysign"), *_XY, kinds="float"),
         **{
             f"bitwise_{n}{s}": formula(kernel_op(n), *_XY, kinds="bits")

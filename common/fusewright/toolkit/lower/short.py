@@ -78,12 +78,16 @@ def _folded(b: Builder, how: str, values: list[Val]) -> Val:
         case "mean":
             return _folded(b, "sum", values) / len(values)
         case "m2":
-            mean = _folded(b, "mean", values)
-            return _folded(b, "sum", [(v - mean) * (v - mean) for v in values])
+            # of distances from an element, whose mean is small: see `transform/moments.py`
+            apart = [v - values[0] for v in values[1:]]
+            mean = _folded(b, "sum", apart) / len(values)
+            return _folded(b, "sum", [mean * mean, *((v - mean) * (v - mean) for v in apart)])
     op = {"sum": "add", "prod": "mul", "max": "maximum", "min": "minimum", "any": "or", "all": "and"}[how]
+    first = how in ("max", "min")  # of two zeros these are the first as in eager, and an extreme is its second operand
     while len(values) > 1:  # pairwise: short dependency chains, small errors
         odd = values[-1:] if len(values) % 2 else []
-        values = [b.op(op, x, y) for x, y in zip(values[::2], values[1::2], strict=False)] + odd
+        pairs = zip(values[::2], values[1::2], strict=False)
+        values = [b.op(op, y, x) if first else b.op(op, x, y) for x, y in pairs] + odd
     return values[0]
 
 
