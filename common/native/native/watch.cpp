@@ -103,4 +103,41 @@ std::unique_ptr<Body> words(const std::vector<std::pair<std::uintptr_t, int>>& p
   return made;
 }
 
+// The dictionary of a class, which the class keeps alive.
+static PyObject* attributes_of(PyTypeObject* type) {
+#if PY_VERSION_HEX >= 0x030C0000
+  PyObject* held = PyType_GetDict(type);
+  Py_XDECREF(held);
+  return held;
+#else
+  return type->tp_dict;
+#endif
+}
+
+int same_entries(PyObject* containers, PyObject* entries, bool ids) {
+  const Py_ssize_t count = PyTuple_GET_SIZE(entries);
+  Py_ssize_t at = 0;
+  auto is = [&](PyObject* found) {
+    if (at >= count) return false;
+    PyObject* expected = PyTuple_GET_ITEM(entries, at++);
+    return ids ? PyLong_AsVoidPtr(expected) == found : expected == found;
+  };
+  for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(containers); ++k) {
+    PyObject* held = PyTuple_GET_ITEM(containers, k);
+    if (PyType_Check(held)) held = attributes_of(reinterpret_cast<PyTypeObject*>(held));
+    if (PyDict_Check(held)) {
+      PyObject *key = nullptr, *value = nullptr;
+      for (Py_ssize_t place = 0; PyDict_Next(held, &place, &key, &value);)
+        if ((!ids && !is(key)) || !is(value)) return PyErr_Occurred() ? -1 : 0;
+    } else if (PyList_Check(held)) {
+      for (Py_ssize_t j = 0; j < PyList_GET_SIZE(held); ++j)
+        if (!is(PyList_GET_ITEM(held, j))) return PyErr_Occurred() ? -1 : 0;
+    } else {
+      PyErr_SetString(PyExc_TypeError, "a dict, list or class was expected");
+      return -1;
+    }
+  }
+  return at == count;
+}
+
 }  // namespace fusewright::native
