@@ -58,9 +58,10 @@ def of_machine(backend: Backend) -> Parts:
     }
 
 
-def of_model(model: torch.nn.Module, files: Iterable[str] = ()) -> Model:
-    """The structure of a model: classes, attributes, hooks, weights by name and type, code (that of the Python modules `files`
-    included); not the values of its weights. The data is equal for an equal model of another process."""
+def of_model(model: torch.nn.Module, files: Iterable[str] = (), read: bool = True) -> Model:
+    """The structure of a model: classes, attributes, hooks, weights by name and type, code; not the values of its weights. The
+    data is equal for an equal model of another process. `read`: with the source files of its classes and of the Python modules
+    `files`, and versions of packages."""
     named = list(model.named_modules(remove_duplicate=False))
     weights = dict(_weights(named))
     names = {id(x): name for name, x in (*reversed(weights.items()), *reversed(named)) if x is not None}
@@ -76,9 +77,9 @@ def of_model(model: torch.nn.Module, files: Iterable[str] = ()) -> Model:
         "weights": {name: "None" if x is None else _form(x) for name, x in weights.items()},
         "shared weights": {n: names[id(x)] for n, x in weights.items() if x is not None and names[id(x)] != n},
         "code": dict(_code(kinds, seen)),
-        "files": files_of({*files, *defining}),
-        "packages": {p: _version(p) for p in packages},
     }
+    if read:
+        parts |= {"files": files_of({*files, *defining}), "packages": {p: _version(p) for p in packages}}
     return Model(parts, tuple(m for _, m in named), tuple(kinds), seen)
 
 
@@ -175,14 +176,22 @@ def _code(kinds: Mapping[type, str], seen: Describer) -> Iterator[tuple[str, Any
 
 
 def _file(module: str) -> str:
-    """A hash of the source file of a Python module; "" if there is none."""
+    """A hash of the source file of a Python module; "" if there is none. Nothing is imported."""
     try:
-        loaded = sys.modules.get(module)
-        spec = None if loaded is not None else importlib.util.find_spec(module)
-        path = getattr(loaded, "__file__", None) if spec is None else spec.origin
+        path = getattr(sys.modules[module], "__file__", None) if module in sys.modules else _origin(module)
         return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16] if path else ""
     except (OSError, ImportError, ValueError):
         return ""
+
+
+def _origin(module: str) -> Path | None:
+    """Where a module would be imported from; `find_spec` of a dotted name would import its package."""
+    first, *rest = module.split(".")
+    spec = importlib.util.find_spec(first) if all(map(str.isidentifier, (first, *rest))) else None
+    if spec is None or not rest:
+        return Path(spec.origin) if spec is not None and spec.origin else None
+    bases = [Path(root, *rest) for root in spec.submodule_search_locations or ()]
+    return next((p for b in bases for p in (b.with_suffix(".py"), b / "__init__.py") if p.is_file()), None)
 
 
 def _version(package: str) -> str:

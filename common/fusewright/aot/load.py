@@ -16,6 +16,7 @@ from fusewright import _torch_compat as compat
 from fusewright import registry
 from fusewright.aot import calls, file, identity
 from fusewright.aot.calls import Leaf
+from fusewright.aot.identity import Model
 from fusewright.aot.watch import Watch, settings
 from fusewright.config import Options
 from fusewright.errors import ArtifactError, FusewrightError, printable
@@ -85,38 +86,29 @@ def check_device(given: Sequence[torch.Tensor], device: torch.device | None) -> 
 
 @dataclass(frozen=True)
 class _State:
-    """A model and torch's settings as they were when they were last compared with the file; `why`: what differed, or ""."""
+    """A model as it was when it was last compared with the file; `why`: what differed, or ""."""
 
     watch: Watch
-    settings: tuple[Any, ...]
     why: str = ""
-
-    def holds(self) -> bool:
-        return self.watch.holds() and settings() == self.settings
 
 
 class Loaded:
     """A model whose calls run saved programs, without gradients. Safe for concurrent calls."""
 
     def __init__(
-        self, model: torch.nn.Module, saved: Mapping[str, Any], programs: Sequence[Program], compiled: Callable[[], Any] | None
+        self, model: torch.nn.Module, as_loaded: Model, programs: Sequence[Program], compiled: Callable[[], Any] | None
     ) -> None:
         self.model = model
         self._programs = tuple(programs)
         self._compile, self._compiled = compiled, None
-        self._saved, self._settings = saved, settings()
-        self._state = self._compared()
+        self._parts, self._settings = as_loaded.parts, settings()
+        self._state = _State(Watch(as_loaded))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves, spec = calls.flatten(args, kwargs)
         with torch.no_grad():
-            if compat.autocast_enabled():  # which would cast what a program's kernels and library calls take as it is
-                return self._otherwise("saved programs run without autocast: leave it")(*args, **kwargs)
-            state = self._state
-            if not state.holds():
-                self._state = state = self._compared()
-            if state.why:
-                return self._otherwise(state.why)(*args, **kwargs)
+            if why := self._obstacle():
+                return self._otherwise(why)(*args, **kwargs)
             program = next((p for p in self._programs if p.fits(leaves, spec)), None)
             if program is None:
                 return self._otherwise(self._misfit(leaves, spec))(*args, **kwargs)
@@ -126,16 +118,23 @@ class Loaded:
                 return self._otherwise(str(e))(*args, **kwargs)
             return program(given)
 
+    def _obstacle(self) -> str:
+        """Why no program may run now, or ""."""
+        if compat.autocast_enabled():  # which would cast what a program's kernels and library calls take as it is
+            return "saved programs run without autocast: leave it"
+        if (now := settings()) != self._settings:  # modes among them, under which nothing below could be relied on
+            return _other_settings(self._settings, now)
+        state = self._state
+        if not state.watch.holds():
+            self._state = state = self._compared()
+        return state.why
+
     def _compared(self) -> _State:
-        """Compare the model, as it is now, with the one that was saved."""
-        found = identity.of_model(self.model, self._saved.get("files", {}))
-        watch, now = Watch(found), settings()
-        if changes := list(islice(identity.differences(self._saved, found.parts), 4)):
-            return _State(watch, now, f"the model changed since the program was loaded: {_some(changes)}. {_AGAIN}")
-        if now != self._settings:
-            was, those = _shown(self._settings), _shown(now)
-            return _State(watch, now, f"settings of torch were {was} when the program was loaded, are {those}. Restore them")
-        return _State(watch, now)
+        """Compare the model, as it is now, with the one that was loaded, but for files, whose code runs as it was imported."""
+        found = identity.of_model(self.model, read=False)
+        then = {k: v for k, v in self._parts.items() if k in found.parts}
+        watch, changes = Watch(found), list(islice(identity.differences(then, found.parts), 4))
+        return _State(watch, f"the model changed since the program was loaded: {_some(changes)}. {_AGAIN}" if changes else "")
 
     def _misfit(self, leaves: Sequence[Any], spec: Any) -> str:
         asked = calls.call_text(list(map(calls.text, leaves)), spec)
@@ -165,8 +164,9 @@ def _some(changes: Sequence[str]) -> str:
     return f"{'; '.join(changes[:3])}{' ...' * (len(changes) > 3)}"
 
 
-def _shown(values: tuple[Any, ...]) -> str:
-    return " ".join(map(str, values))
+def _other_settings(then: tuple[Any, ...], now: tuple[Any, ...]) -> str:
+    was, those = " ".join(map(str, then)), " ".join(map(str, now))
+    return f"settings of torch were {was} when the program was loaded, are {those}. Restore them"
 
 
 def _filled(leaf: Leaf, device: torch.device | None) -> Any:
@@ -190,19 +190,21 @@ def load(model: Any, path: str | Path, sha256: str | None, otherwise: Otherwise,
         return torch.compile(module, backend=name, options=options or None)
 
     try:
-        programs = _programs(module, name, head, blobs)
+        programs, found = _programs(module, name, head, blobs)
     except ArtifactError as e:
         if otherwise == "error":
             raise ArtifactError(f"{path}: {e}") from e.__cause__
         log.warning("fusewright: %s: %s; the model is compiled instead", path, e)
         return compiled()
-    found = Loaded(module, head["model"], programs, compiled if otherwise == "compile" else None)
+    loaded = Loaded(module, found, programs, compiled if otherwise == "compile" else None)
     if warm_up:
-        found.warm_up()
-    return found
+        loaded.warm_up()
+    return loaded
 
 
-def _programs(module: torch.nn.Module, name: str, head: Mapping[str, Any], blobs: Sequence[bytes]) -> list[Program]:
+def _programs(
+    module: torch.nn.Module, name: str, head: Mapping[str, Any], blobs: Sequence[bytes]
+) -> tuple[list[Program], Model]:
     """Restore the programs. Raises `ArtifactError` that names what does not fit and how to fix it."""
     if head.get("format") != FORMAT:
         raise ArtifactError("it is of another version of Fusewright; save it again")
@@ -214,14 +216,15 @@ def _programs(module: torch.nn.Module, name: str, head: Mapping[str, Any], blobs
     _compare("this machine or what is installed on it", head.get("machine"), identity.of_machine(backend))
     model = head.get("model")
     files = model.get("files") if isinstance(model, dict) else None
-    _compare("the model", model, identity.of_model(module, files if isinstance(files, dict) else ()).parts)
+    found = identity.of_model(module, files if isinstance(files, dict) else ())
+    _compare("the model", model, found.parts)
     if head.get("threads") != backend.policy().count_workers():
         log.info(
             "a program was measured with %s threads; here are %d", head.get("threads"), backend.policy().count_workers()
         )
     backend.prepare()
     try:
-        return [_restored(module, backend, p, blobs) for p in head["programs"]]
+        return [_restored(module, backend, p, blobs) for p in head["programs"]], found
     except ArtifactError:
         raise
     except Exception as e:  # whatever malformed data causes; nothing of it has run
