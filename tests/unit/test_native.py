@@ -77,6 +77,11 @@ def test_a_watch_sees_other_tensors_and_another_number_of_them(either: str) -> N
     assert not same([weights[0], weights[1].view(3)]), "another object with the same memory"
 
 
+def test_a_watch_of_nothing_sees_something_else(either: str) -> None:
+    same = watch([])
+    assert same([]) and same(()) and not same([torch.ones(1)])
+
+
 def test_a_watch_holds_no_tensor(either: str) -> None:
     w = torch.randn(3)
     same, other = watch([w]), torch.randn(3)

@@ -8,6 +8,7 @@ import functools
 import hashlib
 import logging
 import types
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -55,6 +56,8 @@ class Describer:
         self.containers: list[dict[Any, Any] | list[Any]] = []
         self.sets: list[set[Any]] = []
         self.tensors: list[torch.Tensor] = []
+        self.arrays: list[numpy.ndarray[Any, Any]] = []
+        self.slots: list[tuple[Any, str]] = []
 
     def attributes(self, held: Mapping[str, Any], where: str) -> dict[str, Any]:
         return {k: self.value(v, f"{where}.{k}") for k, v in held.items() if k not in IDLE}
@@ -102,7 +105,10 @@ class Describer:
             return _text(str(sorted(self._key(v, where) for v in x)))
         if isinstance(x, torch.Tensor):
             return self._tensor(x, where)
+        if isinstance(x, deque):
+            return self._list(x, where)
         if isinstance(x, numpy.ndarray):
+            self.arrays.append(x)
             return _text(f"{x.dtype}{list(x.shape)} {_hash(numpy.ascontiguousarray(x).tobytes())}")
         found = self._function(x, where)
         return self._object(x, where) if found is None else found
@@ -157,6 +163,7 @@ class Describer:
             return _text(x.text)
         held = vars(x) if hasattr(x, "__dict__") else {}
         slots = {k: getattr(x, k) for c in type(x).__mro__ for k in _slots(c) if hasattr(x, k)}
+        self.slots += [(x, k) for k in slots]
         if isinstance(held, dict):
             self.containers.append(held)
         if not held and not slots:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -71,6 +71,11 @@ class Program:
         check_device(given, self.device)
         return given
 
+    def of(self, module: torch.nn.Module) -> Program:
+        """The same program with the weights of `module`, wherever its modules keep them now. Raises `ArtifactError`."""
+        weights = tuple((k, _holder(module, name, leaf), name, leaf) for k, _, name, leaf in self.weights)
+        return replace(self, weights=weights, device=_device(weights))
+
     def __call__(self, given: list[Any]) -> Any:
         return compat.pytree.tree_unflatten(self.run(given), self.gives)
 
@@ -86,9 +91,11 @@ def check_device(given: Sequence[torch.Tensor], device: torch.device | None) -> 
 
 @dataclass(frozen=True)
 class _State:
-    """A model as it was when it was last compared with the file; `why`: what differed, or ""."""
+    """A model as it was when it was last compared with the file, and programs that read its weights where they were then. `why`:
+    what differed, or ""."""
 
     watch: Watch
+    programs: tuple[Program, ...]
     why: str = ""
 
 
@@ -98,48 +105,45 @@ class Loaded:
     def __init__(
         self, model: torch.nn.Module, as_loaded: Model, programs: Sequence[Program], compiled: Callable[[], Any] | None
     ) -> None:
-        self.model = model
-        self._programs = tuple(programs)
+        self._model = model
         self._compile, self._compiled = compiled, None
         self._parts, self._settings = as_loaded.parts, settings()
-        self._state = _State(Watch(as_loaded))
+        self._state = _State(Watch(as_loaded), tuple(programs))
+
+    @property
+    def model(self) -> torch.nn.Module:
+        return self._model
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves, spec = calls.flatten(args, kwargs)
         with torch.no_grad():
-            if why := self._obstacle():
+            if why := _obstacle(self._settings):
                 return self._otherwise(why)(*args, **kwargs)
-            program = next((p for p in self._programs if p.fits(leaves, spec)), None)
+            state = self._state
+            if not state.watch.holds():
+                self._state = state = self._compared()
+            if state.why:
+                return self._otherwise(state.why)(*args, **kwargs)
+            program = next((p for p in state.programs if p.fits(leaves, spec)), None)
             if program is None:
-                return self._otherwise(self._misfit(leaves, spec))(*args, **kwargs)
+                return self._otherwise(_misfit(leaves, spec, state.programs))(*args, **kwargs)
             try:
                 given = program.given(leaves)
             except ArtifactError as e:
                 return self._otherwise(str(e))(*args, **kwargs)
             return program(given)
 
-    def _obstacle(self) -> str:
-        """Why no program may run now, or ""."""
-        if compat.autocast_enabled():  # which would cast what a program's kernels and library calls take as it is
-            return "saved programs run without autocast: leave it"
-        if (now := settings()) != self._settings:  # modes among them, under which nothing below could be relied on
-            return _other_settings(self._settings, now)
-        state = self._state
-        if not state.watch.holds():
-            self._state = state = self._compared()
-        return state.why
-
     def _compared(self) -> _State:
         """Compare the model, as it is now, with the one that was loaded, but for files, whose code runs as it was imported."""
-        found = identity.of_model(self.model, read=False)
+        found, programs = identity.of_model(self._model, read=False), self._state.programs
         then = {k: v for k, v in self._parts.items() if k in found.parts}
         watch, changes = Watch(found), list(islice(identity.differences(then, found.parts), 4))
-        return _State(watch, f"the model changed since the program was loaded: {_some(changes)}. {_AGAIN}" if changes else "")
-
-    def _misfit(self, leaves: Sequence[Any], spec: Any) -> str:
-        asked = calls.call_text(list(map(calls.text, leaves)), spec)
-        held = "; ".join(calls.call_text(list(map(str, p.leaves)), p.takes) for p in self._programs)
-        return f"no saved program takes ({asked}); there are: {held}. Save one for this call too"
+        try:
+            if not changes:
+                return _State(watch, tuple(p.of(self._model) for p in programs))
+        except ArtifactError as e:  # a weight has other strides, which the program relies on
+            changes = [str(e)]
+        return _State(watch, programs, f"the model changed since the program was loaded: {_some(changes)}. {_AGAIN}")
 
     def _otherwise(self, message: str) -> Any:
         """What runs a call instead of a program; `message` says why, and ends with a way to mend it."""
@@ -153,7 +157,7 @@ class Loaded:
     def warm_up(self) -> None:
         """Run every program once, on zeros and ones, so that weights are packed and libraries have done their first-call setup."""
         with torch.no_grad(), torch.random.fork_rng(devices=[]), compat.disable_autocast():
-            for program in self._programs:
+            for program in self._state.programs:
                 try:
                     program(program.given([_filled(leaf, program.device) for leaf in program.leaves]))
                 except (RuntimeError, IndexError, ValueError) as e:  # the model itself may reject such values
@@ -164,9 +168,20 @@ def _some(changes: Sequence[str]) -> str:
     return f"{'; '.join(changes[:3])}{' ...' * (len(changes) > 3)}"
 
 
-def _other_settings(then: tuple[Any, ...], now: tuple[Any, ...]) -> str:
-    was, those = " ".join(map(str, then)), " ".join(map(str, now))
+def _obstacle(as_loaded: tuple[Any, ...]) -> str:
+    """Why no program may run now, whatever its model, or "": modes among them, under which nothing else can be relied on."""
+    if compat.autocast_enabled():  # which would cast what a program's kernels and library calls take as it is
+        return "saved programs run without autocast: leave it"
+    if (now := settings()) == as_loaded:
+        return ""
+    was, those = " ".join(map(str, as_loaded)), " ".join(map(str, now))
     return f"settings of torch were {was} when the program was loaded, are {those}. Restore them"
+
+
+def _misfit(leaves: Sequence[Any], spec: Any, programs: Sequence[Program]) -> str:
+    asked = calls.call_text(list(map(calls.text, leaves)), spec)
+    held = "; ".join(calls.call_text(list(map(str, p.leaves)), p.takes) for p in programs)
+    return f"no saved program takes ({asked}); there are: {held}. Save one for this call too"
 
 
 def _filled(leaf: Leaf, device: torch.device | None) -> Any:

@@ -5,18 +5,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from itertools import chain
-from operator import attrgetter, eq, methodcaller
+from operator import eq, methodcaller
 from typing import Any
 
 import torch
 
 from fusewright import _torch_compat as compat
+from fusewright import storage
 from fusewright.aot.identity import Model
 from fusewright.plan import native
+from fusewright.plan.execute.prepare import watch
 
 MOST = 4096
-"""Entries of a container that are compared at every call; of larger ones only their number."""
-_VERSION = attrgetter("_version")
+"""Entries of a container, or bytes of an array, that are compared at every call. Of larger containers only their number is."""
 _VALUES: Callable[[Any], Any] = methodcaller("values")
 
 
@@ -46,8 +47,10 @@ class Watch:
         self._large = [c for c in containers if len(c) > MOST]
         self._lengths = list(map(len, self._large))
         self._sets, self._members = model.seen.sets, list(map(frozenset, model.seen.sets))
-        self._tensors = [t for t in model.seen.tensors if not t.is_inference()]
-        self._versions = list(map(_VERSION, self._tensors))
+        self._tensors = [t for t in model.seen.tensors if not (t.is_inference() or storage.why_not(t))]
+        self._same_tensors = watch(self._tensors)
+        self._arrays = [(a, a.tobytes()) for a in model.seen.arrays if a.nbytes <= MOST]
+        self._slots = [(x, name, getattr(x, name)) for x, name in model.seen.slots]
 
     def holds(self) -> bool:
         return bool(
@@ -56,7 +59,9 @@ class Watch:
             and list(map(type, self._modules)) == self._types
             and list(map(len, self._large)) == self._lengths
             and all(map(eq, self._sets, self._members))
-            and list(map(_VERSION, self._tensors)) == self._versions
+            and self._same_tensors(self._tensors)
+            and all(a.tobytes() == content for a, content in self._arrays)
+            and all(getattr(x, name, None) is value for x, name, value in self._slots)
         )
 
 

@@ -14,14 +14,15 @@ struct Seen {
   std::int64_t address, version;
 };
 
-// A list or tuple as an array; null with an error set.
-PyObject** items_of(PyObject* sequence, Py_ssize_t* count) {
+// A list or tuple as an array, which is null for an empty list; false with an error set.
+bool items_of(PyObject* sequence, PyObject*** items, Py_ssize_t* count) {
   if (!PyList_CheckExact(sequence) && !PyTuple_CheckExact(sequence)) {
     PyErr_SetString(PyExc_TypeError, "a list or tuple of tensors was expected");
-    return nullptr;
+    return false;
   }
   *count = PySequence_Fast_GET_SIZE(sequence);
-  return PySequence_Fast_ITEMS(sequence);
+  *items = PySequence_Fast_ITEMS(sequence);
+  return true;
 }
 
 class Watch : public Body {
@@ -32,8 +33,8 @@ class Watch : public Body {
   PyObject* call(PyObject* const* args, Py_ssize_t count) override {
     if (count != 1) return PyErr_Format(PyExc_TypeError, "one list of tensors was expected");
     Py_ssize_t given = 0;
-    PyObject** items = items_of(args[0], &given);
-    if (!items) return nullptr;
+    PyObject** items = nullptr;
+    if (!items_of(args[0], &items, &given)) return nullptr;
     int same = given == expected;
     for (std::size_t k = 0; same && k < whole.size(); ++k) same = items[whole[k].place] == whole[k].object;
     for (std::size_t k = 0; same > 0 && k < moving.size(); ++k) same = there(items[moving[k].place], moving[k]);
@@ -81,8 +82,8 @@ class Words : public Body {
 
 std::unique_ptr<Body> watch(PyObject* arguments, const std::vector<Py_ssize_t>& places, const std::vector<Py_ssize_t>& moving) {
   auto made = std::make_unique<Watch>();
-  PyObject** items = items_of(arguments, &made->expected);
-  if (!items) return nullptr;
+  PyObject** items = nullptr;
+  if (!items_of(arguments, &items, &made->expected)) return nullptr;
   for (const auto* group : {&places, &moving})
     for (Py_ssize_t k : *group) {
       if (k < 0 || k >= made->expected) throw std::out_of_range("no such argument");

@@ -6,7 +6,7 @@ import importlib
 import os
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,7 @@ def test_what_is_no_plain_file_is_refused_at_once(tmp_path: Path) -> None:
     """A read of the pipe would wait for a writer, and one of /dev/zero would fill the memory."""
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", Path("/dev/zero"), tmp_path):
-        with pytest.raises(ArtifactError, match="no plain file|Is a directory"):
+        with pytest.raises(ArtifactError, match=r"no plain file|Is a directory"):
             fusewright.load(nn.Linear(4, 4).eval(), path)
 
 
@@ -69,13 +69,13 @@ def test_savers_of_one_path_do_not_mix_their_files(tmp_path: Path) -> None:
         for _ in range(20):
             file.write(tmp_path / "m", head, [bytes([head["a"]]) * 100_000])
 
-    threads = [threading.Thread(target=write, args=(b,)) for b in bodies]
-    for t in threads:
-        t.start()
-    while any(t.is_alive() for t in threads):
-        if (tmp_path / "m").exists():
-            head, (blob,) = file.read(tmp_path / "m", None)
-            assert blob == bytes([head["a"]]) * 100_000
+    with ThreadPoolExecutor(4) as threads:
+        running = [threads.submit(write, b) for b in bodies]
+        while not all(r.done() for r in running):
+            if (tmp_path / "m").exists():
+                head, (blob,) = file.read(tmp_path / "m", None)
+                assert blob == bytes([head["a"]]) * 100_000
+        assert not any(r.exception() for r in running)
     assert os.listdir(tmp_path) == ["m"]
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -28,6 +29,11 @@ class Config:
     slope: float = 2.0
 
 
+@dataclass(slots=True)
+class Limits:
+    low: float = -9.0
+
+
 class Net(nn.Module):
     kind = 1.0
 
@@ -37,11 +43,13 @@ class Net(nn.Module):
         self.decode.weight = self.encode.weight
         self.register_buffer("mean", torch.ones(4))
         self.function, self.config, self.steps, self._private = act, Config(), [1.0, {"scale": 1.0}], 1.0
+        self.limits, self.offsets = Limits(), numpy.zeros(4, dtype=numpy.float32)
         self.table, self.partial = torch.ones(4), functools.partial(torch.mul, other=1.0)
 
     def forward(self, x: torch.Tensor, scale: float = 1.0, mask: torch.Tensor | None = None) -> torch.Tensor:
         y = self.decode(self.function(self.act(self.encode(x)))) * self.config.slope * self.kind * self._private
         y = self.partial(y) * self.steps[0] * self.steps[1]["scale"] * self.table + self.mean  # type: ignore[index]
+        y = y.clamp(self.limits.low) + float(self.offsets[0])
         return y / scale if mask is None else y * mask
 
 
@@ -87,6 +95,9 @@ CHANGES: dict[str, Callable[[Net], Any]] = {
     "another argument of a partial": lambda m: setattr(m, "partial", functools.partial(torch.mul, other=3.0)),
     "another constant": lambda m: setattr(m, "table", torch.zeros(4)),
     "a constant in place": lambda m: m.table.mul_(2),
+    "a constant elsewhere": lambda m: setattr(m.table, "data", torch.zeros(4)),
+    "a slot": lambda m: setattr(m.limits, "low", 0.0),
+    "an array": lambda m: m.offsets.__setitem__(0, 1.0),
     "untied": lambda m: setattr(m.decode, "weight", nn.Parameter(torch.eye(4))),
     "untied by loading": lambda m: m.load_state_dict({k: v.clone() for k, v in m.state_dict().items()}, assign=True),
     "a bias": lambda m: setattr(m.encode, "bias", nn.Parameter(torch.ones(4))),
@@ -129,6 +140,16 @@ def test_a_hook_of_all_modules_is_noticed_until_it_is_removed(path: Path, either
     with nn.modules.module.register_module_forward_hook(lambda module, args, out: out * 2):
         with pytest.raises(ArtifactError, match="after every module"):
             loaded(X)
+    torch.testing.assert_close(loaded(X), m(X))
+
+
+def test_weights_are_read_where_the_model_keeps_them_now(path: Path, either: str) -> None:
+    m = _net()
+    loaded = fusewright.load(m, path)
+    m.encode, m.decode = nn.Linear(4, 4, bias=False).eval(), nn.Linear(4, 4, bias=False).eval()
+    m.decode.weight = m.encode.weight
+    torch.testing.assert_close(loaded(X), m(X))
+    m.mean.mul_(7)
     torch.testing.assert_close(loaded(X), m(X))
 
 
