@@ -49,7 +49,12 @@ class Leaf:
 
     def is_of(self, weight: Any) -> bool:
         """Whether a weight is exactly this in memory."""
-        return self.fits(weight) and weight.stride() == self.stride and not storage.lazy(weight)
+        return self.fits(weight) and self.looks_like(weight) and not storage.lazy(weight)
+
+    def looks_like(self, weight: torch.Tensor) -> bool:
+        """The same of a weight that was this, and lies where it lay: `weight.data = weight.t()` keeps its address."""
+        lazy = self.dtype is not None and self.dtype.is_complex and weight.is_conj()
+        return weight.dtype is self.dtype and weight.shape == self.shape and weight.stride() == self.stride and not lazy
 
     def as_data(self) -> list[Any]:
         name = None if self.dtype is None else str(self.dtype).removeprefix("torch.")

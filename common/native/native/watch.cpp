@@ -88,7 +88,7 @@ std::unique_ptr<Body> watch(PyObject* arguments, const std::vector<Py_ssize_t>& 
     for (Py_ssize_t k : *group) {
       if (k < 0 || k >= made->expected) throw std::out_of_range("no such argument");
       Seen s{k, items[k], 0, 0};
-      if (!version_of(items[k], &s.version) || !raw_address_of(items[k], &s.address)) return nullptr;
+      if (!first_version_of(items[k], &s.version) || !raw_address_of(items[k], &s.address)) return nullptr;
       (group == &places ? made->whole : made->moving).push_back(s);
     }
   return made;

@@ -71,6 +71,18 @@ def test_inputs_that_lie_otherwise_in_memory_are_right_too(model: Block, saved: 
     _same(model, loaded, torch.full((4, 16), float("nan")).nan_to_num(3.0))
 
 
+class Casts(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.to(torch.float32).pow(2).mean(-1, keepdim=True).to(x.dtype) * x
+
+
+def test_a_model_that_casts_is_saved(tmp_path: Path) -> None:
+    """torch.export asserts the type of what is cast, as in the norms of Llama."""
+    fusewright.save(Casts().eval(), tmp_path / "m", torch.ones(2, 4).bfloat16(), backend=BACKEND)
+    x = torch.randn(2, 4).bfloat16()
+    torch.testing.assert_close(fusewright.load(Casts().eval(), tmp_path / "m")(x), Casts()(x))
+
+
 def test_nothing_is_traced_or_compiled(model: Block, saved: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: Any, **__: Any) -> Any:
         raise AssertionError("a loaded program compiles nothing")

@@ -153,6 +153,15 @@ def test_weights_are_read_where_the_model_keeps_them_now(path: Path, either: str
     torch.testing.assert_close(loaded(X), m(X))
 
 
+def test_a_model_that_was_made_in_inference_mode_is_loaded(path: Path, either: str) -> None:
+    with torch.inference_mode():
+        m = _net()
+    loaded = fusewright.load(m, path)
+    with torch.inference_mode():
+        m.encode.weight.mul_(3)
+    torch.testing.assert_close(loaded(X), m(X))
+
+
 def test_what_changes_no_result_is_no_change(path: Path, either: str) -> None:
     m = _net()
     loaded = fusewright.load(m, path)

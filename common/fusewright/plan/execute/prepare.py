@@ -225,7 +225,8 @@ class PreparedCache:
     def _run(self, key: tuple[int, ...], weights: Sequence[torch.Tensor]) -> Prepared:
         with self._lock, torch.no_grad():
             self.runs += 1
-            if any(w.layout is not torch.strided for w in weights):  # nothing tells when these change, so results are not kept
+            # Nothing tells when such weights change, so their results are not kept.
+            if any(w.layout is not torch.strided or w.is_inference() for w in weights):
                 return Prepared(self._prepare(*weights), [], lambda _: False, Samples(()), [], [])
             addresses, same = [w.data_ptr() or without_memory(w) for w in weights], watch(weights)
             # free stale copies before making new ones
