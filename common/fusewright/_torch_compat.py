@@ -1,7 +1,5 @@
-"""Every private torch name that Fusewright uses, in one file. Checked against torch 2.10 to 2.13.
-
-Everything is imported on first use: `import fusewright` must not import Dynamo.
-"""
+"""Every private torch name that Fusewright uses, in one file, checked against torch 2.10 to 2.15. Everything is imported on
+first use: `import fusewright` must not import Dynamo."""
 
 from __future__ import annotations
 
@@ -271,11 +269,23 @@ def intercepted() -> bool:
     return bool(torch._C._len_torch_dispatch_stack())
 
 
-def may_return_alias(op: Any) -> bool:
-    """Whether a result of the operator may share memory with an argument.
+def modes() -> tuple[str, ...]:
+    """What sees or changes the calls made now, by name: modes of functions and of operators; the default device unless the CPU."""
+    if not torch._C._len_torch_function_stack() + torch._C._len_torch_dispatch_stack():
+        return ()
+    on = torch.overrides._get_current_function_mode_stack(), torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+    names = [type(m).__name__ for stack in on for m in stack]
+    return (*({str(torch.get_default_device())} - {"cpu"}), *(n for n in names if n != "DeviceContext"))
 
-    True if the schema says so, and for composite operators, whose schemas do not cover the operators that they call.
-    """
+
+def hooks_of_all() -> tuple[dict[int, Any], dict[int, Any]]:
+    """Torch's own dictionaries of hooks that run before and after every module."""
+    return torch.nn.modules.module._global_forward_pre_hooks, torch.nn.modules.module._global_forward_hooks
+
+
+def may_return_alias(op: Any) -> bool:
+    """Whether a result of the operator may share memory with an argument: if the schema says so, and for composite operators,
+    whose schemas do not cover the operators that they call."""
     if any(r.alias_info is not None for r in op._schema.returns):
         return True
     return is_composite(op)
@@ -325,10 +335,8 @@ _SETTERS = ("set_", "_set_", "_enter", "_exit", "manual_seed", "seed", "use_dete
 
 
 def computes(target: Any) -> bool:
-    """Whether a function in a Dynamo graph only computes, so that it is safe to run it, and to run it again later.
-
-    Autocast regions count, because entering one can be detected and undone.
-    """
+    """Whether a function in a Dynamo graph only computes, so that it is safe to run it, and to run it again later. Autocast
+    regions count, because entering one can be detected and undone."""
     if isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         return True
     if enters_autocast(target) or leaves_autocast(target) or target is torch._C._log_api_usage_once:
@@ -375,11 +383,8 @@ def drop_dead_code(graph: Graph, kept: Callable[[torch.fx.Node], bool]) -> None:
 
 @contextlib.contextmanager
 def sizes_settled(gm: GraphModule) -> Iterator[list[str]]:
-    """A context for work on a graph whose guards are fixed: yields a list of assumptions made about its sizes nonetheless.
-
-    Symbols created while metadata is recomputed are hidden from an enclosing torch tracing, which would look for them among its
-    own results.
-    """
+    """A context for work on a graph whose guards are fixed: yields a list of assumptions made about its sizes nonetheless. Symbols
+    created while metadata is recomputed are hidden from an enclosing torch tracing, which would look for them among its results."""
     env = shape_env_of(gm)
     assumed: list[str] = []
     if env is None:
@@ -426,9 +431,7 @@ def assuming_nothing(fake: Any) -> Iterator[None]:
 
 
 def dispatch_mode(handler: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> Any:
-    """A context manager under which every ATen call goes through `handler(op, args, kwargs)`, below autograd and
-    autocast.
-    """
+    """A context manager under which every ATen call goes through `handler(op, args, kwargs)`, below autograd and autocast."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Mode(TorchDispatchMode):
@@ -440,9 +443,8 @@ def dispatch_mode(handler: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 def is_module_state(node: torch.fx.Node, example: Any) -> bool:
     """Whether an input of a Dynamo graph is a parameter or buffer of the compiled module."""
-    if isinstance(example, torch.nn.Parameter):
-        return True
-    return (node.meta.get("tensor_dict") or {}).get("_dynamo_static_input_type") is not None
+    held = node.meta.get("tensor_dict") or {}
+    return isinstance(example, torch.nn.Parameter) or held.get("_dynamo_static_input_type") is not None
 
 
 def autocast_enabled() -> bool:
@@ -467,9 +469,7 @@ def fake_mode(shape_env: Any = None) -> Any:
     return FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
 
 
-def fake_tensor(
-    mode: Any, shape: Sequence[Any], stride: Sequence[Any], dtype: torch.dtype, device: str
-) -> torch.Tensor:
+def fake_tensor(mode: Any, shape: Sequence[Any], stride: Sequence[Any], dtype: torch.dtype, device: str) -> torch.Tensor:
     """A FakeTensor of any device type, even one that this torch build does not support."""
     from torch._subclasses.fake_tensor import FakeTensor
 

@@ -77,6 +77,24 @@ def test_a_watch_sees_other_tensors_and_another_number_of_them(either: str) -> N
     assert not same([weights[0], weights[1].view(3)]), "another object with the same memory"
 
 
+def test_a_tensor_without_versions_is_an_error_and_its_constants_are_not_kept(either: str) -> None:
+    """The process ended: torch's exception met another unwinder."""
+    with torch.inference_mode():
+        w = torch.ones(3)
+    with pytest.raises(RuntimeError, match="do not track version"):
+        watch([w])
+    cache = PreparedCache(lambda w: (w * 2,))
+    assert cache(w)[0].tolist() == [2.0] * 3
+    with torch.inference_mode():
+        w.mul_(5)
+    assert cache(w)[0].tolist() == [10.0] * 3
+
+
+def test_a_watch_of_nothing_sees_something_else(either: str) -> None:
+    same = watch([])
+    assert same([]) and same(()) and not same([torch.ones(1)])
+
+
 def test_a_watch_holds_no_tensor(either: str) -> None:
     w = torch.randn(3)
     same, other = watch([w]), torch.randn(3)

@@ -6,9 +6,13 @@ A file is valid for a reader who passes its SHA-256 or, without one, for the use
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import json
+import os
+import secrets
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,14 +29,21 @@ _TAG = 32
 
 
 def write(path: Path, head: dict[str, Any], blobs: Sequence[bytes]) -> str:
-    """Write the file atomically; return its SHA-256 in hex."""
+    """Write the file atomically, whoever else may write to its folder; return its SHA-256 in hex. Raises `ArtifactError`."""
     text = json.dumps({**head, "blobs": [len(b) for b in blobs]}, separators=(",", ":")).encode()
     body = len(text).to_bytes(8, "little") + text + b"".join(blobs)
     tag = seal.seal(NAME, body)[len(seal.MAGIC) : len(seal.MAGIC) + _TAG] if seal.usable() else bytes(_TAG)
     data = MAGIC + tag + body
-    part = path.with_name(path.name + ".part")
-    part.write_bytes(data)
-    part.replace(path)
+    part = path.with_name(f".{path.name[:100]}.{secrets.token_hex(8)}.part")  # of this call alone
+    try:
+        with open(part, "xb") as f:  # no link or file that somebody planted there
+            f.write(data)
+        part.replace(path)
+    except OSError as e:
+        raise ArtifactError(f"{path} cannot be written: {e.strerror or e}") from e
+    finally:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
     return hashlib.sha256(data).hexdigest()
 
 
@@ -48,11 +59,20 @@ def read(path: Path, sha256: str | None) -> tuple[dict[str, Any], list[bytes]]:
 
 def _bytes(path: Path) -> bytes:
     try:
-        if (size := path.stat().st_size) > LIMIT:
-            raise ArtifactError(f"{path}: {size} bytes are more than such a file has")
-        return path.read_bytes()
+        with open(path, "rb", opener=_without_waiting) as f:
+            info = os.fstat(f.fileno())
+            if not stat.S_ISREG(info.st_mode):
+                raise ArtifactError(f"{path}: it is no plain file")
+            if info.st_size > LIMIT:
+                raise ArtifactError(f"{path}: {info.st_size} bytes are more than such a file has")
+            return f.read(info.st_size)
     except OSError as e:
         raise ArtifactError(f"{path}: {e.strerror or e}") from e
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    """Open a file; a pipe too, for whose writer nobody waits."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def _authenticate(path: Path, data: bytes, sha256: str | None) -> None:

@@ -24,7 +24,7 @@ from fusewright.report import Kept
 
 log = logging.getLogger("fusewright")
 
-FORMAT = 1
+FORMAT = 2
 
 
 def save(
@@ -38,8 +38,10 @@ def save(
         )
     if not examples:
         raise ArtifactError("save needs the arguments of a call: save(model, path, inputs)")
-    if any(m.training for m in module.modules()):
+    if _trains(module):
         raise ArtifactError("the model is in training mode; call model.eval() first")
+    if odd := next((f"{k} is a {type(x).__qualname__}" for k, x in _state(module).items() if type(x) not in calls.ORDINARY), ""):
+        raise ArtifactError(f"the weight {odd}; only ordinary tensors can be saved, as in what fusewright.quantize returns")
     if compat.autocast_enabled():
         raise ArtifactError("autocast is on; cast the model instead: model.to(torch.bfloat16)")
     found = [calls.as_example(e) for e in examples]
@@ -50,12 +52,27 @@ def save(
     made = registry.create(name, Options.parse(given, registry.info(name).cls))
     made.prepare()
     blobs: list[bytes] = []
-    programs = [_program(module, made, Options.parse(given, type(made)), e, blobs) for e in found]
+    model = identity.of_model(module).parts  # as built: what a call computes once and keeps is none of the model's
+    with identity.code_that_runs() as files:
+        programs = [_program(module, made, Options.parse(given, type(made)), e, blobs) for e in found]
+    model["files"] |= identity.files_of(files)
     head = {
         "format": FORMAT, "backend": name, "options": given, "machine": identity.of_machine(made),
-        "threads": made.policy().count_workers(), "model": identity.of_model(module), "programs": programs,
+        "threads": made.policy().count_workers(), "model": model, "programs": programs,
     }  # fmt: skip
     return file.write(Path(path), head, blobs)
+
+
+def _state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers, each under all of its names."""
+    return {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers(remove_duplicate=False))}
+
+
+def _trains(module: torch.nn.Module) -> bool:
+    """Whether a module is in training mode; what was exported, and refuses `eval`, has none."""
+    exported = (m for m in module.modules() if isinstance(m, GraphModule) and "eval" in vars(m))
+    modeless = {id(m) for e in exported for m in e.modules()}
+    return any(m.training and id(m) not in modeless for m in module.modules())
 
 
 def _program(
@@ -105,7 +122,9 @@ def _inputs(
             raise ArtifactError("the model returns what is neither a tensor nor a constant")
     if has_collectives(gm.graph):
         raise ArtifactError("the model talks to other processes")
-    state = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
+    for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten._assert_tensor_metadata.default):
+        gm.graph.erase_node(node)  # of each cast: what the first run checks of every value, and each call of its inputs
+    state = _state(module)
     names, values, user = [], [], iter(range(len(leaves)))
     for spec, node in zip(signature.input_specs, gm.graph.find_nodes(op="placeholder"), strict=True):
         match spec.kind.name:

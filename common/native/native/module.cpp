@@ -69,6 +69,13 @@ PYBIND11_MODULE(_core, m) {
   m.def("watch", [](const py::object& arguments, const std::vector<Py_ssize_t>& places, const std::vector<Py_ssize_t>& moving) {
     return callable(watch(arguments.ptr(), places, moving));
   });
+  auto same = [](const py::tuple& containers, const py::tuple& entries, bool ids) {
+    int found = same_entries(containers.ptr(), entries.ptr(), ids);
+    if (found < 0) throw py::error_already_set();
+    return found == 1;
+  };
+  m.def("same_entries", [same](const py::tuple& containers, const py::tuple& entries) { return same(containers, entries, false); });
+  m.def("same_ids", [same](const py::tuple& containers, const py::tuple& entries) { return same(containers, entries, true); });
   m.def("words", [](const std::vector<std::pair<std::uintptr_t, int>>& places) { return callable(words(places)); });
   py::class_<Device>(m, "Device")
       .def(py::init<std::uintptr_t, std::uintptr_t, const CurrentDevice&, const py::object&>(), py::arg("driver"), py::arg("errors"),

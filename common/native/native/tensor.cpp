@@ -129,10 +129,11 @@ bool device_of(PyObject* tensor, std::int64_t* device) {
 }
 
 bool version_of(PyObject* tensor, std::int64_t* found) {
-  if (own_version && is_plain_tensor(tensor)) try {
-      return *found = own_version(cpp_tensor(tensor)), true;
-    } catch (...) {  // it has none; Python says so
-    }
+  if (own_version && is_plain_tensor(tensor)) return *found = own_version(cpp_tensor(tensor)), true;
+  return first_version_of(tensor, found);
+}
+
+bool first_version_of(PyObject* tensor, std::int64_t* found) {
   return is_tensor(tensor) ? take_integer(version.read(tensor), found) : refuse(tensor);
 }
 

@@ -37,7 +37,11 @@ bool negates(PyObject* tensor, bool* found);
 // Whether the object is of the tensor class itself, or of its class for parameters.
 bool is_plain_tensor(PyObject* x);
 
+// Only of a tensor that `first_version_of` answered for: the exception that torch's function throws for others, which are made in
+// inference mode, ends the process, since this extension has an unwinder of its own.
 bool version_of(PyObject* tensor, std::int64_t* version);
+
+bool first_version_of(PyObject* tensor, std::int64_t* version);
 
 // The value of a result, which is released; false with an error set, also if there is none.
 bool take_integer(PyObject* made, std::int64_t* value);

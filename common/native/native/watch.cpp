@@ -14,14 +14,15 @@ struct Seen {
   std::int64_t address, version;
 };
 
-// A list or tuple as an array; null with an error set.
-PyObject** items_of(PyObject* sequence, Py_ssize_t* count) {
+// A list or tuple as an array, which is null for an empty list; false with an error set.
+bool items_of(PyObject* sequence, PyObject*** items, Py_ssize_t* count) {
   if (!PyList_CheckExact(sequence) && !PyTuple_CheckExact(sequence)) {
     PyErr_SetString(PyExc_TypeError, "a list or tuple of tensors was expected");
-    return nullptr;
+    return false;
   }
   *count = PySequence_Fast_GET_SIZE(sequence);
-  return PySequence_Fast_ITEMS(sequence);
+  *items = PySequence_Fast_ITEMS(sequence);
+  return true;
 }
 
 class Watch : public Body {
@@ -32,8 +33,8 @@ class Watch : public Body {
   PyObject* call(PyObject* const* args, Py_ssize_t count) override {
     if (count != 1) return PyErr_Format(PyExc_TypeError, "one list of tensors was expected");
     Py_ssize_t given = 0;
-    PyObject** items = items_of(args[0], &given);
-    if (!items) return nullptr;
+    PyObject** items = nullptr;
+    if (!items_of(args[0], &items, &given)) return nullptr;
     int same = given == expected;
     for (std::size_t k = 0; same && k < whole.size(); ++k) same = items[whole[k].place] == whole[k].object;
     for (std::size_t k = 0; same > 0 && k < moving.size(); ++k) same = there(items[moving[k].place], moving[k]);
@@ -81,13 +82,13 @@ class Words : public Body {
 
 std::unique_ptr<Body> watch(PyObject* arguments, const std::vector<Py_ssize_t>& places, const std::vector<Py_ssize_t>& moving) {
   auto made = std::make_unique<Watch>();
-  PyObject** items = items_of(arguments, &made->expected);
-  if (!items) return nullptr;
+  PyObject** items = nullptr;
+  if (!items_of(arguments, &items, &made->expected)) return nullptr;
   for (const auto* group : {&places, &moving})
     for (Py_ssize_t k : *group) {
       if (k < 0 || k >= made->expected) throw std::out_of_range("no such argument");
       Seen s{k, items[k], 0, 0};
-      if (!version_of(items[k], &s.version) || !raw_address_of(items[k], &s.address)) return nullptr;
+      if (!first_version_of(items[k], &s.version) || !raw_address_of(items[k], &s.address)) return nullptr;
       (group == &places ? made->whole : made->moving).push_back(s);
     }
   return made;
@@ -101,6 +102,43 @@ std::unique_ptr<Body> words(const std::vector<std::pair<std::uintptr_t, int>>& p
     made->all.push_back({at, bytes, read(at, bytes)});
   }
   return made;
+}
+
+// The dictionary of a class, which the class keeps alive.
+static PyObject* attributes_of(PyTypeObject* type) {
+#if PY_VERSION_HEX >= 0x030C0000
+  PyObject* held = PyType_GetDict(type);
+  Py_XDECREF(held);
+  return held;
+#else
+  return type->tp_dict;
+#endif
+}
+
+int same_entries(PyObject* containers, PyObject* entries, bool ids) {
+  const Py_ssize_t count = PyTuple_GET_SIZE(entries);
+  Py_ssize_t at = 0;
+  auto is = [&](PyObject* found) {
+    if (at >= count) return false;
+    PyObject* expected = PyTuple_GET_ITEM(entries, at++);
+    return ids ? PyLong_AsVoidPtr(expected) == found : expected == found;
+  };
+  for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(containers); ++k) {
+    PyObject* held = PyTuple_GET_ITEM(containers, k);
+    if (PyType_Check(held)) held = attributes_of(reinterpret_cast<PyTypeObject*>(held));
+    if (PyDict_Check(held)) {
+      PyObject *key = nullptr, *value = nullptr;
+      for (Py_ssize_t place = 0; PyDict_Next(held, &place, &key, &value);)
+        if ((!ids && !is(key)) || !is(value)) return PyErr_Occurred() ? -1 : 0;
+    } else if (PyList_Check(held)) {
+      for (Py_ssize_t j = 0; j < PyList_GET_SIZE(held); ++j)
+        if (!is(PyList_GET_ITEM(held, j))) return PyErr_Occurred() ? -1 : 0;
+    } else {
+      PyErr_SetString(PyExc_TypeError, "a dict, list or class was expected");
+      return -1;
+    }
+  }
+  return at == count;
 }
 
 }  // namespace fusewright::native

@@ -231,8 +231,8 @@ class PreparedCache:
 
     def _run(self, key: tuple[int, ...], weights: Sequence[torch.Tensor]) -> Prepared:
         self._captures = _capturing(weights)
-        strided = all(w.layout is torch.strided for w in weights)  # nothing tells when others change
-        if not strided or (self._captures is not None and self._captures()):
+        told = all(w.layout is torch.strided and not w.is_inference() for w in weights)  # nothing tells when others change
+        if not told or (self._captures is not None and self._captures()):
             return self._once(weights)
         with self._lock, torch.no_grad():
             self.runs += 1
