@@ -293,6 +293,34 @@ def test_nan_that_a_layer_makes_is_named_with_its_reader() -> None:
         fusewright.quantize(model, [torch.randn(8, 64)])
 
 
+def test_a_weight_that_is_not_finite_is_named_without_blaming_the_inputs() -> None:
+    model = mlp()
+    with torch.no_grad():
+        model[2].weight[0, 0] = math.nan
+    with pytest.raises(QuantizationError) as e:
+        fusewright.quantize(model, [torch.randn(8, 64)])
+    assert str(e.value) == "the weight of 2 holds NaN or Inf; quantize a model with finite weights"
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_quantized_model_is_not_quantized_again(recipe: str) -> None:
+    quantized = fusewright.quantize(mlp(), [torch.randn(8, 64)], recipe)
+    with pytest.raises(QuantizationError, match="quantized already"):
+        fusewright.quantize(quantized, [torch.randn(8, 64)], recipe)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "of_weights", "of_inputs"),
+    [("static", 2e-4, 1.0), ("static", 1.0, 1e-4), ("dynamic", 2e-4, 1.0), ("weight_only", 2e-4, 1e-4)],
+)
+def test_small_weights_and_inputs_use_all_levels(recipe: str, of_weights: float, of_inputs: float) -> None:
+    """For example, an input in metres of a model of micrometres, or a layer that layer norm scales up again."""
+    model, x = nn.Sequential(nn.Linear(64, 32, bias=False)).eval(), torch.randn(32, 64) * of_inputs
+    with torch.no_grad():
+        model[0].weight.mul_(of_weights)
+    assert accuracy(model, fusewright.quantize(model, [x], recipe), [x]).sqnr > 35
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -303,6 +331,8 @@ def test_nan_that_a_layer_makes_is_named_with_its_reader() -> None:
         ({"model": nn.Sequential(nn.ReLU()).eval()}, "nothing to quantize"),
         ({"model": lambda x: x}, "a torch.nn.Module can be quantized"),
         ({"calibration_inputs": {"x": torch.ones(2)}}, "are a list"),
+        ({"calibration_inputs": None}, "a list of typical inputs, not NoneType"),
+        ({"calibration_inputs": "inputs.pt"}, "a list of typical inputs, not str"),
         ({"calibration_inputs": [torch.randn(8, 64), torch.randn(8, 3)]}, "does not take a calibration input"),
         ({"backend": "x86_onednn"}, "does not quantize; these do: x86_int8"),
         ({"keep": ["*"]}, "kept in floats by"),
