@@ -43,6 +43,13 @@ def test_plurals() -> None:
     assert [counted(n, "graph break") for n in (0, 1, 2)] == ["0 graph breaks", "1 graph break", "2 graph breaks"]
 
 
+def test_names_are_printed_as_they_are() -> None:
+    """Rich would print the model `file.py:train: ...` with an emoji."""
+    texts = "\n".join(p.read_text() for p in Path(app.__file__).parent.glob("*.py"))
+    printing = [c for c in re.findall(r"Console\(.*", texts) if not c.startswith("Console().is_terminal")]
+    assert printing and all(c.startswith("Console(emoji=False") for c in printing)
+
+
 def test_no_text_spells_a_plural_without_looking_at_the_number() -> None:
     texts = "\n".join(p.read_text() for p in Path(app.__file__).parent.glob("*.py"))
     found = re.findall(r"\{[^{}]*\} (?:graphs|plans|regions|breaks|recompiles|products|kernels|threads|cores)\b", texts)

@@ -298,6 +298,20 @@ def reading_pays(ctx: CompileContext, m: int, k: int, n: int, dtype: torch.dtype
     return ctx.choose(f"{shape.key} {'/'.join(candidates)}", Lazy(candidates)) == core.name
 
 
+def sums_pay(ctx: CompileContext, p: Product) -> bool:
+    """Whether our core is faster than eager's `_int_mm`, which packs the weight at every call and without VNNI is a plain loop."""
+    if native.absent() or (wanted := ctx.options.get("engine", "auto")) == "onednn":
+        return False
+
+    def eager() -> Thunk:
+        x, w = _bytes((p.m, p.k), p.x), _bytes((min(p.n, max(64, MOST_MEASURED // p.k)), p.k), torch.int8).t()
+        run = _operator("aten::_int_mm.default")
+        return lambda: run(x, w).float()
+
+    candidates = {ENGINES[0].name: _linear(ENGINES[0], p), "eager": eager}
+    return wanted == "core" or ctx.choose(f"{p.key} sums {'/'.join(candidates)}", Lazy(candidates)) == ENGINES[0].name
+
+
 def _conv(e: Engine, c: Convolution) -> Callable[[], Thunk]:
     def make() -> Thunk:
         x = _bytes(c.shape, c.x).contiguous(memory_format=torch.channels_last)

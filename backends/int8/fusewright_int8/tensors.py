@@ -11,16 +11,17 @@ from typing import Any
 
 import torch
 
-from fusewright.interface import OpView, Value
+from fusewright.interface import OpView, Value, hint
 from fusewright.toolkit.region.builder import Builder
 from fusewright.toolkit.region.graph import RegionGraph, spec_of
 from fusewright.toolkit.region.pattern import Match, chain
 from fusewright.toolkit.region.quantized import before_casts
 from fusewright.toolkit.region.rewrite import Row
-from fusewright_int8.engines import ENGINES, Engine
+from fusewright_int8.engines import ENGINES, Engine, Product, sums_pay
 from fusewright_int8.floats import EPS, FLOATS, FloatInput, fastest_dynamic, reads
 from fusewright_int8.lowerings import emit_rows, note, post_of, rows_fit
 from fusewright_int8.operators import name
+from fusewright_int8.run import native
 
 
 @dataclass
@@ -219,6 +220,33 @@ def _affine_write(e: Engine, m: Match, b: Builder) -> None:
     note(m, b, f"int8 linear, {e.name}, input quantized by row")
 
 
+def _sums(m: Match, b: Builder) -> Match | None:
+    """Match integer sums that become fp32, however rows were quantized (by tensor, with zero points, in fp16): the core rounds
+    exact sums as a cast does."""
+    x, weight = spec_of(m.anchor.arg("self")), spec_of(m.anchor.arg("mat2"))
+    known = weight.static and b.is_const(m.anchor.arg("mat2")) and {x.dtype, weight.dtype} == {torch.int8}
+    if not known or 0 in (*x.shape, *weight.shape) or weight.shape[0] > native.MOST_K:  # type: ignore[operator]
+        return None
+    trail = Trail(b.graph, m.anchor.out)
+    if trail.step("cast", lambda op: spec_of(op.out).dtype is torch.float32) is None:
+        return None
+    found = m.with_ops(*trail.ops)
+    return found if rows_fit(found.out, m.anchor.arg("self")) else None
+
+
+def _sums_pay(m: Match, b: Builder) -> bool:
+    (k, n), rows = spec_of(m.anchor.arg("mat2")).shape, spec_of(m.anchor.arg("self")).shape[0]
+    return sums_pay(b.ctx, Product(hint(rows), int(k), int(n), torch.int8, torch.float32))  # type: ignore[arg-type]
+
+
+def _sums_write(m: Match, b: Builder) -> None:
+    x, weight = m.anchor.arg("self"), m.anchor.arg("mat2")
+    packed = b.prepare(name("pack_linear"), b.prepare("aten::t.default", b.exact(weight)))
+    ones = b.prepare("aten::full.default", (spec_of(weight).shape[1],), 1.0, dtype=torch.float32)
+    emit_rows(name("linear"), x, (packed, ones, None, 1.0, 0, None, 1.0, 0, "none", (), torch.float32, 1.0, 0, 0, 0), m, b)
+    note(m, b, "int8 product, core")
+
+
 def _widened(m: Match, b: Builder) -> Match | None:
     op = m.anchor
     cast = _back(before_casts(op.arg("mat2"), b.graph), b.graph, "cast")
@@ -257,6 +285,7 @@ ROWS: tuple[Row, ...] = (
         )
         for e in ENGINES if e.absent() is None
     ),
+    Row("int8.int_mm.sums", chain("int_mm"), extend=_sums, pays=_sums_pay, write=_sums_write, note="int8 product"),
     Row("int8.widened", chain("mm"), extend=_widened, pays=_widened_pays, write=_widened_write, note="int8 weight"),
 )  # fmt: skip
 """The rewrite rows, in the order in which they are tried."""

@@ -186,8 +186,8 @@ def _int8(
 
 
 def _console() -> Console:
-    console = Console(highlight=False, soft_wrap=False)
-    return console if console.is_terminal else Console(highlight=False, width=PIPED)  # a pipe has no width of its own
+    console = Console(emoji=False, highlight=False, soft_wrap=False)
+    return console if console.is_terminal else Console(emoji=False, highlight=False, width=PIPED)  # a pipe has no width of its own
 
 
 def _cases(

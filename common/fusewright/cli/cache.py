@@ -39,7 +39,7 @@ def list_entries(as_json: bool) -> None:
         row = _row(e, facts)
         told = (row["model"] or "?", row["ops"], row["backend"] or "?", f"{e.bytes / 1000:.1f}", _age(row["age"]), e.hits)
         table.add_row(*(escape(_printable(x)) for x in told), e.name[:8])
-    Console().print(table)
+    Console(emoji=False).print(table)
     click.echo(f"{counted(len(found), 'plan')} in {_where()}")
 
 

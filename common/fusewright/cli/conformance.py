@@ -158,7 +158,7 @@ def _say(check: Check, verbose: bool) -> None:
 
 
 def _tell(one: Record, device: Device | Unavailable | None = None, seconds: float | None = None) -> None:
-    console = Console(soft_wrap=True, highlight=False)
+    console = Console(emoji=False, soft_wrap=True, highlight=False)
     figures = summary(one.checks)
     console.print(_table(figures))
     if isinstance(device, Unavailable):

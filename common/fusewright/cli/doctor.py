@@ -28,7 +28,7 @@ def doctor(as_json: bool, everything: bool, smoke: bool) -> None:
 
 
 def _print(report: Report, everything: bool) -> None:
-    console = Console(soft_wrap=True, highlight=False)
+    console = Console(emoji=False, soft_wrap=True, highlight=False)
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("backend", "installed", "loads", "device", "lowers", "runs", "chosen"):
         table.add_column(title, justify="right" if title in ("lowers", "runs") else "left", no_wrap=True)

@@ -256,7 +256,7 @@ def coverage(e: Explained) -> dict[str, float]:
 
 
 def _print(e: Explained) -> None:
-    console = Console(soft_wrap=True, highlight=False)
+    console = Console(emoji=False, soft_wrap=True, highlight=False)
     if not console.is_terminal:
         console.width = 200  # a file or a pipe has no width of its own, and nothing should be truncated there
     say: Callable[[str], None] = lambda text: console.print(escape(text))  # noqa: E731

@@ -9,6 +9,7 @@ from typing import Any
 import click
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from fusewright import quantization
@@ -37,12 +38,12 @@ def quantize(
 
     Its arguments are the calibration input; a function may return a list of tuples in their place: several inputs.
     """
-    console = Console(highlight=False, width=None if Console().is_terminal else 160)
+    console = Console(emoji=False, highlight=False, width=None if Console().is_terminal else 160)
     module, inputs = _loaded(model, dtype, size)
     quantized = quantization.quantize(module, inputs, recipe, backend=backend, keep=keep)
     found = quantization.report(module, quantized, inputs[:8], backend)
-    layers = len(found.layers)
-    console.print(f"{model}: {recipe}, {counted(layers, 'product')}, {found.sqnr:.1f} dB signal to noise at the output")
+    of = counted(len(found.layers), "product")
+    console.print(f"{model}: {recipe}, {of}, {found.sqnr:.1f} dB signal to noise at the output", markup=False)
     for name, why in found.stayed.items():
         console.print(f"  in floats: {name}: {why}", markup=False)
     if with_report:
@@ -63,7 +64,8 @@ def _loaded(model: str, dtype: str, size: str) -> tuple[torch.nn.Module, list[An
         raise click.UsageError(f"{model} gives {type(built.fn).__name__}; a torch.nn.Module can be quantized")
     several = len(built.args) == 1 and isinstance(built.args[0], list)
     inputs = list(built.args[0]) if several else [dict(built.kwargs) if built.kwargs and not built.args else built.args]
-    return built.module.eval(), inputs
+    exported = isinstance(built.module, torch.fx.GraphModule)  # such a module refuses `eval`
+    return built.module if exported else built.module.eval(), inputs
 
 
 def table(report: QuantizationReport) -> Table:
@@ -74,7 +76,7 @@ def table(report: QuantizationReport) -> Table:
     work = sum(layer.work for layer in report.layers) or 1
     for layer in sorted(report.layers, key=lambda x: x.sqnr):
         shape = "x".join(map(str, layer.shape))
-        made.add_row(layer.name, layer.op, shape, f"{layer.sqnr:.1f}", f"{layer.work / work:.1%}")
+        made.add_row(escape(layer.name), layer.op, shape, f"{layer.sqnr:.1f}", f"{layer.work / work:.1%}")
     return made
 
 

@@ -51,6 +51,8 @@ def listed(inputs: Iterable[Any] | torch.Tensor) -> list[Any]:
         return [inputs]
     if isinstance(inputs, dict):
         raise QuantizationError("calibration inputs are a list; give [inputs] for one set of keyword arguments")
+    if isinstance(inputs, str) or not isinstance(inputs, Iterable):
+        raise QuantizationError(f"calibration inputs are a list of typical inputs, not {type(inputs).__name__}")
     return list(islice(inputs, MOST_INPUTS))
 
 

@@ -136,6 +136,15 @@ def test_a_saved_model_loads_where_nothing_was_quantized(recipe: str, tmp_path: 
     assert fresh.returncode == 0, fresh.stderr
 
 
+def test_the_quantize_command_refuses_a_model_that_is_quantized(tmp_path: Path) -> None:
+    """Such a module refuses `eval`."""
+    model = "torch.nn.Sequential(torch.nn.Linear(8, 4)).eval()"
+    made = f"fusewright.quantize({model}, [torch.ones(3, 8)])"
+    (tmp_path / "m.py").write_text(f"import fusewright, torch\ndef build():\n    return {made}, (torch.ones(3, 8),)\n")
+    done = CliRunner().invoke(app, ["quantize", f"{tmp_path / 'm.py'}:build"])
+    assert isinstance(done.exception, QuantizationError) and "quantized already" in str(done.exception)
+
+
 def test_what_cannot_be_written_or_kept_is_said_before_the_work(tmp_path: Path) -> None:
     (tmp_path / "m.py").write_text("def build():\n    raise AssertionError('never built')\n")
     done = CliRunner().invoke(app, ["quantize", f"{tmp_path / 'm.py'}:build", "--save", str(tmp_path / "no" / "m.pt2")])

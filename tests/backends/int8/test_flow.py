@@ -235,6 +235,50 @@ def test_torchaos_tensors_are_lowered(dtype: torch.dtype, plans: Any) -> None:
         judge(ours, eager, eager)
 
 
+@needs_core
+@pytest.mark.parametrize("how", ["tensor", "zero points", "fp16", "static"])
+def test_torchaos_integer_products_are_int8_however_their_rows_are_quantized(how: str, plans: Any) -> None:
+    from torchao import quantization as ao
+
+    by_tensor = ao.PerTensor()
+    config = {
+        "tensor": lambda: ao.Int8DynamicActivationInt8WeightConfig(granularity=by_tensor),
+        "zero points": lambda: ao.Int8DynamicActivationInt8WeightConfig(act_mapping_type=ao.MappingType.ASYMMETRIC),
+        "fp16": lambda: ao.Int8DynamicActivationInt8WeightConfig(),
+        "static": lambda: ao.Int8StaticActivationInt8WeightConfig(act_quant_scale=torch.tensor([[0.05]]), granularity=by_tensor),
+    }[how]()
+    dtype = torch.float16 if how == "fp16" else torch.float32
+    model, x = nn.Sequential(nn.Linear(67, 33)).eval().to(dtype), torch.randn(5, 67, dtype=dtype)
+    ao.quantize_(model, config)
+    with torch.no_grad():
+        ours, eager = compiled(model, "core")(x), model(x)
+    assert plans.calls() == ["linear"]
+    off = 0.01 if how == "fp16" else 1e-5  # eager rounds each step of the quantization to fp16
+    torch.testing.assert_close(ours, eager, rtol=0, atol=off)
+
+
+@needs_core
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_integer_sums_become_floats_as_a_cast_rounds_them(dynamic: bool, plans: Any) -> None:
+    """Sums of 2**24 and more are no floats."""
+
+    class Sums(nn.Module):
+        def __init__(self, weight: Tensor) -> None:
+            super().__init__()
+            self.register_buffer("weight", weight)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch._int_mm(x, self.weight.t()).float() * 0.5
+
+    w = torch.randint(-128, 128, (33, 12_000), dtype=torch.int8)
+    x = torch.where(torch.rand(7, 12_000) < 0.5, w[0].expand(7, -1), torch.tensor(127, dtype=torch.int8))
+    options = {"strict": True, "engine": "core"}
+    f = torch.compile(Sums(w), backend="x86_int8", dynamic=dynamic, options=options)
+    exact = (x.double() @ w.double().t()).float() * 0.5
+    assert torch.equal(f(x), exact) and float(exact.max()) > 2**23
+    assert plans.calls() == ["linear"]
+
+
 @needs_onednn
 def test_a_quantized_graph_runs_without_our_core(plans: Any) -> None:
     model, x = mlp(), torch.randn(8, 64)
@@ -293,6 +337,34 @@ def test_nan_that_a_layer_makes_is_named_with_its_reader() -> None:
         fusewright.quantize(model, [torch.randn(8, 64)])
 
 
+def test_a_weight_that_is_not_finite_is_named_without_blaming_the_inputs() -> None:
+    model = mlp()
+    with torch.no_grad():
+        model[2].weight[0, 0] = math.nan
+    with pytest.raises(QuantizationError) as e:
+        fusewright.quantize(model, [torch.randn(8, 64)])
+    assert str(e.value) == "the weight of 2 holds NaN or Inf; quantize a model with finite weights"
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_quantized_model_is_not_quantized_again(recipe: str) -> None:
+    quantized = fusewright.quantize(mlp(), [torch.randn(8, 64)], recipe)
+    with pytest.raises(QuantizationError, match="quantized already"):
+        fusewright.quantize(quantized, [torch.randn(8, 64)], recipe)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "of_weights", "of_inputs"),
+    [("static", 2e-4, 1.0), ("static", 1.0, 1e-4), ("dynamic", 2e-4, 1.0), ("weight_only", 2e-4, 1e-4)],
+)
+def test_small_weights_and_inputs_use_all_levels(recipe: str, of_weights: float, of_inputs: float) -> None:
+    """For example, an input in metres of a model of micrometres, or a layer that layer norm scales up again."""
+    model, x = nn.Sequential(nn.Linear(64, 32, bias=False)).eval(), torch.randn(32, 64) * of_inputs
+    with torch.no_grad():
+        model[0].weight.mul_(of_weights)
+    assert accuracy(model, fusewright.quantize(model, [x], recipe), [x]).sqnr > 35
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -303,6 +375,8 @@ def test_nan_that_a_layer_makes_is_named_with_its_reader() -> None:
         ({"model": nn.Sequential(nn.ReLU()).eval()}, "nothing to quantize"),
         ({"model": lambda x: x}, "a torch.nn.Module can be quantized"),
         ({"calibration_inputs": {"x": torch.ones(2)}}, "are a list"),
+        ({"calibration_inputs": None}, "a list of typical inputs, not NoneType"),
+        ({"calibration_inputs": "inputs.pt"}, "a list of typical inputs, not str"),
         ({"calibration_inputs": [torch.randn(8, 64), torch.randn(8, 3)]}, "does not take a calibration input"),
         ({"backend": "x86_onednn"}, "does not quantize; these do: x86_int8"),
         ({"keep": ["*"]}, "kept in floats by"),

@@ -35,6 +35,8 @@ def quantize(
     if not inputs:
         what = "calibrates on them" if chosen.inputs == "static" else "traces the model with one"
         raise QuantizationError(f"no calibration inputs; the recipe {recipe!r} {what}: give a list of typical inputs")
+    if is_quantized(model):
+        raise QuantizationError("the model is quantized already; give the model that it was made of")
     calls = [as_call(i) for i in inputs]
     for number, call in enumerate(calls):
         check_finite(call, f"calibration input {number}")
@@ -64,6 +66,11 @@ def finished(prepared: GraphModule, recipe: Recipe, stayed: Mapping[str, str]) -
     return converted
 
 
+def is_quantized(model: torch.nn.Module) -> bool:
+    """Return whether a model is a graph with quantize or dequantize ops."""
+    return isinstance(model, GraphModule) and any(getattr(n.target, "namespace", "") == q.name for n in model.graph.nodes)
+
+
 def _nothing(stayed: Mapping[str, str], recipe: Recipe) -> str:
     reasons = "; ".join(f"{name}: {why}" for name, why in list(stayed.items())[:3])
     return f"nothing to quantize: the recipe {recipe.name!r} takes {', '.join(sorted(recipe.ops))}. {reasons}".rstrip()
@@ -76,11 +83,11 @@ def as_call(given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (tuple(given) if isinstance(given, tuple | list) else (given,)), {}
 
 
-def check_finite(values: Any, where: str) -> None:
+def check_finite(values: Any, where: str, remedy: str = "calibrate on inputs that the model is meant for") -> None:
     """Raise QuantizationError if a tensor holds NaN or Inf, which would make its scale meaningless."""
     for t in pytree.tree_leaves(values):
         if isinstance(t, Tensor) and t.is_floating_point() and not bool(torch.isfinite(t).all()):
-            raise QuantizationError(f"{where} holds NaN or Inf; calibrate on inputs that the model is meant for")
+            raise QuantizationError(f"{where} holds NaN or Inf; {remedy}")
 
 
 def export(model: torch.nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]], dynamic_batch: bool) -> GraphModule:
@@ -138,8 +145,14 @@ def _batches(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 class _Calibrator(Interpreter):
     """Runs a prepared model and checks what its observers see."""
 
+    def __init__(self, prepared: GraphModule) -> None:
+        super().__init__(prepared)
+        self.extra_traceback = False  # it appends the place in torch's graph to the message, which says nothing to users
+
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
         if isinstance(self.fetch_attr(target), ObserverBase):
+            if getattr(self._node.args[0], "op", "") == "get_attr":
+                check_finite(args, f"the weight of {self._reader()}", "quantize a model with finite weights")
             check_finite(args, f"what reaches {self._reader()} during calibration")
         return super().call_module(target, args, kwargs)
 

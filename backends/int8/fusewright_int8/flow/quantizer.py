@@ -51,11 +51,15 @@ def check_kept(model: GraphModule, keep: Sequence[str]) -> None:
             raise QuantizationError(f"keep={pattern!r} names no module of the model; {nearest(pattern, layers)}")
 
 
+SMALLEST = 2.0**-23
+"""The smallest scale, for tensors of zeros. Above it every magnitude has all levels, down to weights and inputs of 2e-5."""
+
+
 def activation(observer: Any = HistogramObserver) -> QuantizationSpec:
     """Return the spec of activations: uint8 with a zero point, one scale per tensor."""
     return QuantizationSpec(
         dtype=torch.uint8, quant_min=0, quant_max=255, qscheme=torch.per_tensor_affine,
-        observer_or_fake_quant_ctr=observer.with_args(eps=2**-12),
+        observer_or_fake_quant_ctr=observer.with_args(eps=SMALLEST),
     )  # fmt: skip
 
 
@@ -63,7 +67,7 @@ def weight() -> QuantizationSpec:
     """Return the spec of weights: int8 without zero points, one scale per output channel."""
     return QuantizationSpec(
         dtype=torch.int8, quant_min=-128, quant_max=127, qscheme=torch.per_channel_symmetric, ch_axis=0,
-        observer_or_fake_quant_ctr=PerChannelMinMaxObserver.with_args(eps=2**-12),
+        observer_or_fake_quant_ctr=PerChannelMinMaxObserver.with_args(eps=SMALLEST),
     )  # fmt: skip
 
 
