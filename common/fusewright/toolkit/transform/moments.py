@@ -4,7 +4,8 @@ over the row costs less than the per-element division of a running mean, and its
 Where deviations are far smaller than the mean, its rounding would be a visible part of them. So the second pass also adds up
 the distances from the rounded mean, which gives its error (Chan, Golub and LeVeque, "Algorithms for computing the sample
 variance", 1983). In short rows one more sum would take a third of the time: there both passes work on distances from an element,
-whose mean is small."""
+whose mean is small. The row's mean is then the element's rounding away from exact, as a deviation from it is anyway; where it has
+other uses it has a sum of its own."""
 
 from __future__ import annotations
 
@@ -51,6 +52,7 @@ class _Lowering:
         self.fresh = count(1 + max(n.id for n in kernel.nodes()))
         self.types = {n.id: n.dtype for n in kernel.nodes()}
         self.per_row = {n.id for s in kernel.stages for n in s.nodes if s.over == "P" or n.op == "reduce"}
+        self.read = {u for n in kernel.nodes() for u in (n.uses() if n.op != "sub" else n.args[:1])}  # other than subtracted
 
     def stage(self, stage: Stage) -> list[Stage]:
         """Emit the stage, the divisions for its means, and the second pass for its m2, with what each needs from the one before."""
@@ -105,6 +107,9 @@ class _Lowering:
         apart = self._new("sub", t, x, element)
         total = self._new("reduce", t, apart.id, how="sum")
         divided = self._divided(total, operand.centre)
+        if operand.mean in self.read:
+            passed, own = self._mean(x, operand.mean)
+            return [apart, total, *passed], [*divided, *own]
         if operand.mean is not None:
             divided.append(Node(operand.mean, "add", t, (element, operand.centre)))
         return [apart, total], divided

@@ -45,12 +45,13 @@ def test_a_layer_norm_has_no_more_than_the_error_of_the_rounded_mean(length: int
     torch.testing.assert_close(found.double(), F.layer_norm(x.double(), x.shape[-1:]), rtol=1e-6, atol=2.0**-8)  # ulp / 2
 
 
-@pytest.mark.parametrize("length", [64, 3000])
-def test_the_mean_of_a_row_around_zero_is_exact_to_a_rounding_step(length: int) -> None:
+@pytest.mark.parametrize("length", [5, 64, 3000])
+def test_the_mean_beside_a_variance_is_as_exact_as_alone(length: int) -> None:
+    """Around zero the rounding of an element would be seen in it."""
     torch.manual_seed(0)
     x = torch.randn(50, length)
-    found = ours(lambda x: torch.var_mean(x, 1)[1], x)
-    torch.testing.assert_close(found.double(), x.double().mean(1), rtol=0.0, atol=2.0**-22)
+    found, exact = ours(lambda x: torch.var_mean(x, 1)[1], x).double(), x.double().mean(1)
+    assert (found - exact).abs().max() <= 2 * (x.mean(1) - exact).abs().max()
 
 
 def test_equal_infinite_and_single_elements_follow_eager() -> None:
