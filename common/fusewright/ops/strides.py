@@ -24,8 +24,8 @@ def _operand(t: torch.Tensor) -> torch.Tensor:
 
 
 def _converted(given: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Operands as TensorIterator orders them: on the CPU it converts those of another than the common type before that, and the copy
-    of an expanded one is dense."""
+    """Operands whose strides TensorIterator compares: on the CPU it first converts those of another than the common type, and the
+    copy of an expanded one is dense."""
     common = torch.result_type(given[0], given[-1])
     kept = [t.dtype == common or t.device.type != "cpu" for t in given]
     return [_operand(t) if same else torch.empty_like(_operand(t)) for t, same in zip(given, kept, strict=True)]
@@ -46,7 +46,7 @@ def _iterated(*names: str) -> Rule:
 
 
 def _of_expanded(a: Args) -> tuple[torch.Tensor | None, ...]:
-    """Torch's rules compute half types in another, to which they convert operands first, and the copy of an expanded one is dense."""
+    """Torch's rules convert operands of half types to the type in which they compute, and the copy of an expanded one is dense."""
     given = [t for t in (a["self"], a["other"]) if isinstance(t, torch.Tensor)]
     expanded = any(compat.statically_true(s == 0) for t in given for s in t.stride())
     floats = len(given) == 2 and torch.result_type(*given).is_floating_point
