@@ -91,7 +91,7 @@ def _process() -> jit._Process:
 
 
 def simulate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Link kernels that call the simulation, in a JIT of their own: code is found by its kernel, whose hash says nothing of tiles."""
+    """Link kernels that call the simulation, in a JIT of their own: code is found by a hash that says nothing of tiles."""
     monkeypatch.setattr(jit, "symbol_address", lambda name: ADDRESSES.get(name) or symbol_address(name))
     monkeypatch.setattr(jit, "_only_process", _process)
 
