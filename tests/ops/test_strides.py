@@ -160,6 +160,21 @@ def test_what_lies_as_eager_lays_it_out_is_not_traced_again() -> None:
     assert strides.RULES["batch_norm"]({"input": gapped})[0].stride() == (60, 20, 5, 1)
 
 
+F16, I64 = torch.float16, torch.int64
+
+
+@pytest.mark.parametrize("types", [(F16, F16), (F16, F32), (F32, F16), (F16, I64), (F32, I64), (I64, F32)])
+@pytest.mark.parametrize("name", ["add", "mul", "div", "maximum", "eq", "copysign", "logical_and"])
+def test_an_expanded_operand_of_a_half_type_or_another_type(name: str, types: tuple[torch.dtype, torch.dtype]) -> None:
+    """Torch's rules convert operands of half types, and so does eager those of another type on a CPU: copies are dense."""
+    op = ops.OPS[name]
+    columns = torch.ones(2, 4, 3, 5).to(memory_format=torch.channels_last)
+    for x, y in itertools.product((columns, columns[..., :1].expand(columns.shape), columns[:1].expand(columns.shape)), repeat=2):
+        args = [torch.empty_strided(t.shape, t.stride(), dtype=dtype) for t, dtype in zip((x, y), types, strict=True)]
+        (got,) = traced(op, args, {})
+        assert steps(got) == steps(op.target(*args)), [a.stride() for a in args]
+
+
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_a_division_of_two_sizes_has_no_strides() -> None:
     """Longformer's encoder-decoder divides the length of its text."""

@@ -23,17 +23,34 @@ def _operand(t: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(t.shape, t.stride(), dtype=torch.float32, device=t.device)
 
 
+def _converted(given: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Operands whose strides TensorIterator compares: on the CPU it first converts those of another than the common type, and the
+    copy of an expanded one is dense."""
+    common = torch.result_type(given[0], given[-1])
+    kept = [t.dtype == common or t.device.type != "cpu" for t in given]
+    return [_operand(t) if same else torch.empty_like(_operand(t)) for t, same in zip(given, kept, strict=True)]
+
+
 def _iterated(*names: str) -> Rule:
     """The layout that TensorIterator chooses for these operands; torch's addition and product stand in for the op."""
 
     def rule(a: Args) -> tuple[torch.Tensor | None, ...]:
-        given = [_operand(a[n]) for n in names if isinstance(a[n], torch.Tensor)]
+        given = [a[n] for n in names if isinstance(a[n], torch.Tensor)]
         if not given:  # a division of sizes
             return ()
+        given = _converted(given)
         made = given[0].exp() if len(given) == 1 else aten.add.Tensor(*given)
         return (made,)
 
     return rule
+
+
+def _of_expanded(a: Args) -> tuple[torch.Tensor | None, ...]:
+    """Torch's rules convert operands of half types to the type in which they compute, and the copy of an expanded one is dense."""
+    given = [t for t in (a["self"], a["other"]) if isinstance(t, torch.Tensor)]
+    expanded = any(compat.statically_true(s == 0) for t in given for s in t.stride())
+    floats = len(given) == 2 and torch.result_type(*given).is_floating_point
+    return _iterated("self", "other")(a) if expanded and floats else ()
 
 
 def _in_format(x: torch.Tensor, how: torch.memory_format = torch.contiguous_format) -> torch.Tensor:
@@ -133,6 +150,9 @@ def _kept(a: Args) -> tuple[torch.Tensor | None, ...]:
 
 
 RULES: dict[str, Rule] = {
+    **dict.fromkeys(
+        "add sub mul div fmod remainder maximum minimum fmax fmin atan2 hypot eq ne lt le gt ge".split(), _of_expanded
+    ),
     **{n: _iterated("self", "other") for n in "div_rounded copysign logaddexp logical_and logical_or logical_xor".split()},
     **{
         f"{n}_backward": _iterated("grad_output", "self")

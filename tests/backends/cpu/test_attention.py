@@ -95,6 +95,20 @@ def test_masks(shape: tuple[int, ...], kind: torch.dtype, dtype: torch.dtype) ->
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
+def test_a_row_masked_by_the_least_float_is_the_mean_of_the_values(dtype: torch.dtype) -> None:
+    """As of padding in model code, whose masks add the least float in place of -inf."""
+    mask = torch.zeros(20, 300)
+    mask[5], mask[7, 40:] = torch.finfo(dtype).min, torch.finfo(dtype).min
+    assert_exact(qkv(dtype, 20, 300, 64), mask.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_scores_near_the_largest_float(dtype: torch.dtype) -> None:
+    q, k, v = qkv(dtype, 20, 300, 16)
+    torch.testing.assert_close(run(q, k, v, scale=1e36), eager(q, k, v, scale=1e36))
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
 def test_rows_without_a_key_are_zero_as_in_eager(dtype: torch.dtype) -> None:
     tensors = qkv(dtype, 20, 40, 16)
     mask = torch.ones(1, 1, 20, 40, dtype=torch.bool)

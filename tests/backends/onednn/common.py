@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
+import pytest
 import torch
 
+from fusewright import registry
 from fusewright.interface import Device, Fragment, Value
+from fusewright_onednn import backend
 from fusewright_onednn.backend import X86OneDnn
 from tests.fragments import Context, Sketch, by_preference
 
@@ -40,3 +44,9 @@ def check(g: Sketch, outputs: list[Value], *prefer: str, **options: Any) -> Frag
     for ours, eager in zip(g.run(fragment, outputs), g.expected(outputs), strict=True):
         close(ours, eager)
     return fragment
+
+
+def without_halves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the backend find a CPU whose oneDNN refuses half types, whatever the process has found before."""
+    monkeypatch.setattr(backend, "half_features", frozenset)
+    monkeypatch.setattr(registry, "info", cache(registry.info.__wrapped__))

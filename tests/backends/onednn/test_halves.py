@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fusewright import report
-from fusewright_onednn import backend
+from tests.backends.onednn.common import without_halves
 
 pytestmark = [pytest.mark.usefixtures("fresh_dynamo"), pytest.mark.hardware("x86_onednn")]
 HALVES = (torch.bfloat16, torch.float16)
@@ -18,7 +18,7 @@ EPS = {dtype: torch.finfo(dtype).eps for dtype in HALVES}
 
 @pytest.fixture(autouse=True)
 def _without_halves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend, "half_features", frozenset)
+    without_halves(monkeypatch)
 
 
 def _net() -> nn.Module:

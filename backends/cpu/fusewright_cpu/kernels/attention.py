@@ -377,8 +377,8 @@ class Body:
             before = self._load("float", top_at, w)
             most = _largest(f, before, self._load("float", fresh_at, w))
             none = f.cmp("fcmp oeq", most, low)
-            shift = f.fneg(f.select(none, const(0.0, "float"), f.bin("fmul", most, log2e)))
-            self._store(exp2(f, f.fma(before, log2e, shift)), fade_at)
+            shift = f.select(none, const(0.0, "float"), most)
+            self._store(exp2(f, f.bin("fmul", f.bin("fsub", before, shift), log2e)), fade_at)
             self._store(shift, fresh_at)
             self._store(most, top_at, 4, min(w, self.rows - c))
 
@@ -386,7 +386,8 @@ class Body:
             scores, shift = self._scores_of(i), self._load("float", f.gep("float", self.fresh, i))
 
             def step(j: V, total: list[V]) -> list[V]:
-                x = exp2(f, f.fma(self._load("float", f.gep("float", scores, j), w, 4 * w), log2e, shift))
+                score = self._load("float", f.gep("float", scores, j), w, 4 * w)
+                x = exp2(f, f.bin("fmul", f.bin("fsub", score, shift), log2e))  # before the product, which may overflow
                 self._store_weights(x, i, j)
                 return [f.bin("fadd", total[0], x)]
 

@@ -63,7 +63,7 @@ def emit(
     x: Value, weight: Ref, bias: Ref | None, n: int, after: tuple[str, tuple[float, ...]], out: Value, op: OpView, b: Builder
 ) -> None:
     """Emit a linear; `weight` is [n, k], `after` the activation and its scalars, and `out` may have more dimensions."""
-    step = _row_step(b.spec(x))
+    step = row_step(b.spec(x))
     if step is None:
         x = b.row_major(x)
     k, shape = hint(b.spec(x).shape[-1]), b.spec(out).shape
@@ -94,7 +94,7 @@ def _packed(weight: Ref, packing: tuple[tuple[int, ...], tuple[int, ...], tuple[
     return b.prepare("aten::clone.default", panels, memory_format=torch.contiguous_format)
 
 
-def _row_step(spec: TensorSpec) -> int | None:
+def row_step(spec: TensorSpec) -> int | None:
     """Return how far the rows of a tensor of fixed size are apart, in elements; None if that differs or rows are not dense."""
     *shape, k = (hint(n) for n in spec.shape)
     *steps, dense = (hint(n) for n in spec.stride)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 import pytest
@@ -85,8 +85,19 @@ class SimulatedTiles(Tiles):
         self.f.raw(f"call void @simulated_{name}({args.replace('i8 ', 'i32 ')})")
 
 
+@cache
+def _process() -> jit._Process:
+    return jit._Process()
+
+
+def simulate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Link kernels that call the simulation, in a JIT of their own: code is found by a hash that says nothing of tiles."""
+    monkeypatch.setattr(jit, "symbol_address", lambda name: ADDRESSES.get(name) or symbol_address(name))
+    monkeypatch.setattr(jit, "_only_process", _process)
+
+
 def simulate_linears(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let linears run on any CPU with masked stores."""
     monkeypatch.setattr(AmxLinear, "refused", lambda self, target: "")
     monkeypatch.setattr(codegen, "emit_amx_linear", partial(emit_amx_linear, tiles=SimulatedTiles))
-    monkeypatch.setattr(jit, "symbol_address", lambda name: ADDRESSES.get(name) or symbol_address(name))
+    simulate(monkeypatch)

@@ -13,12 +13,11 @@ from fusewright_cpu.emit.intrinsics import multiplies_pairs
 from fusewright_cpu.kernels.amx_attention import OnTiles
 from fusewright_cpu.kernels.attention import BLOCK
 from fusewright_cpu.kernels.by_hand import Attention
-from fusewright_cpu.run import codegen, jit
+from fusewright_cpu.run import codegen
 from fusewright_cpu.run.codegen import kernels_to_text, to_assembly
-from fusewright_cpu.run.pool import symbol_address
 from fusewright_cpu.run.sources import hash_of
 from fusewright_cpu.target import CpuTarget, host_target, target_machine, x86_target
-from tests.backends.cpu.amx.simulated import ADDRESSES, SimulatedTiles
+from tests.backends.cpu.amx.simulated import SimulatedTiles, simulate
 from tests.backends.cpu.test_attention import BF16, assert_exact, qkv, run
 
 ON_AMX = OnTiles.takes(Attention("bf16", 64), host_target())
@@ -41,7 +40,7 @@ def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
         yield
         return
     monkeypatch.setattr(codegen, "OnTiles", Simulated)
-    monkeypatch.setattr(jit, "symbol_address", lambda name: ADDRESSES.get(name) or symbol_address(name))
+    simulate(monkeypatch)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the simulation has one set of tiles
     yield

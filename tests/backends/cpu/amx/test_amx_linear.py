@@ -21,7 +21,7 @@ from fusewright_cpu.run.launch import float_bits
 from fusewright_cpu.run.linker import Linker
 from fusewright_cpu.run.sources import from_json, hash_of, to_json
 from fusewright_cpu.target import CpuTarget, host_target, target_machine, x86_target
-from tests.backends.cpu.amx.simulated import ADDRESSES, SimulatedTiles
+from tests.backends.cpu.amx.simulated import ADDRESSES, SimulatedTiles, simulate_linears
 from tests.backends.cpu.launchers import launcher
 
 SCALARS = {"clamp": (-0.5, 0.75), "leaky_relu": (0.25,)}
@@ -69,6 +69,14 @@ def assert_exact(run: Run, a: AmxLinear, m: int, n: int, k: int, apart: int = 0,
     assert (around[-1] == 7).all()
     torch.testing.assert_close(around[1:-1].double(), exact, rtol=2**-8, atol=1e-5 * math.sqrt(k), equal_nan=True)
     return around[1:-1]
+
+
+@on_amx
+def test_code_of_the_simulation_is_not_run_for_real(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as other:
+        simulate_linears(other)
+        simulated = launcher(AmxLinear())
+    assert launcher(AmxLinear()).address != simulated.address
 
 
 @here

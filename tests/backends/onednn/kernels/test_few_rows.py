@@ -10,8 +10,8 @@ import torch
 from fusewright import report
 from fusewright_cpu.kernels.by_hand import Gemv
 from fusewright_cpu.target import host_target
-from fusewright_onednn import backend
-from tests.backends.onednn.common import BF16, DEVICE, F32, OPTIONS, check, close
+from fusewright_onednn.backend import X86OneDnn
+from tests.backends.onednn.common import BF16, DEVICE, F32, OPTIONS, check, close, without_halves
 from tests.fragments import Context, Sketch, by_preference, targets
 
 REFUSED = Gemv(1, "f32", "f32").refused(host_target())
@@ -79,7 +79,7 @@ def test_bf16_needs_no_instructions_for_it(columns: int) -> None:
     y = g.op("linear", g.input(x), g.input(w, const=True), g.input(torch.randn(columns, dtype=BF16), const=True))
     g.temporaries.clear()
     ctx = Context(OPTIONS, WITHOUT_BF16, by_preference("gemv"), specs=g.temporaries)
-    fragment = backend.X86OneDnn(WITHOUT_BF16).compile(g.region([y]), ctx)
+    fragment = X86OneDnn(WITHOUT_BF16).compile(g.region([y]), ctx)
     assert targets(fragment) == ["kernel gemv_3_bf16_bf16_bias"]
     close(g.run(fragment, [y])[0], g.expected([y])[0])
 
@@ -87,7 +87,7 @@ def test_bf16_needs_no_instructions_for_it(columns: int) -> None:
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.hardware("x86_onednn")
 def test_a_linear_of_bf16_is_widened_only_for_more_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend, "half_features", frozenset)
+    without_halves(monkeypatch)
     m = torch.nn.Linear(264, WIDE).eval().bfloat16()
     for rows, widened in ((4, 0), (8, 1)):
         x = torch.randn(rows, 264).bfloat16()

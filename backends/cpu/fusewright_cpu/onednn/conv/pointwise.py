@@ -7,6 +7,7 @@ oneDNN's relu and additions lose NaN, so each is a pass over memory behind its c
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -60,6 +61,11 @@ def _rows(x: TensorSpec) -> int:
     return x.numel_hint() // hint(x.shape[1])
 
 
+def _pixels(x: TensorSpec) -> TensorSpec:
+    """Return an image as rows of channels."""
+    return replace(x, shape=(x.shape[0], *x.shape[2:], x.shape[1]), stride=(x.stride[0], *x.stride[2:], x.stride[1]))
+
+
 def after(m: Match) -> tuple[str, tuple[float, ...]]:
     """Return the name and the scalars of the activation, as our kernels take them."""
     unary = m.get("unary")
@@ -79,13 +85,16 @@ def _pays(m: Match, b: Builder) -> bool:
 def _write(m: Match, b: Builder) -> None:
     op = m.anchor
     weight, bias = folded(m, b)
-    x, other = channels_last(op.arg("input"), b), other_of(m)
+    x, other = op.arg("input"), other_of(m)
+    step = own.row_step(_pixels(b.spec(x)))
+    if step is None:
+        x = channels_last(x, b)
     given = spec_of(op.arg("weight")).shape
     n, k = hint(given[0]), hint(given[1])
     rows = b.prepare("aten::reshape.default", weight, (n, k))
     out = b.with_layout(m.out, _strides(spec_of(m.out).shape))
     own.launch(
-        x, rows, bias, None if other is None else channels_last(other, b), after(m), (_rows(b.spec(x)), n, k, k), out, op, b
+        x, rows, bias, None if other is None else channels_last(other, b), after(m), (_rows(b.spec(x)), n, k, step or k), out, op, b
     )
     b.close_call(m.ops)
     b.notes[op.id] = " + ".join(["1x1 convolution in one kernel", *(p.op for p in m.ops[1:])])
