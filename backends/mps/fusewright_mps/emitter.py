@@ -56,7 +56,8 @@ def emit(
     variant = variant or variant_for(kernel, kernel.hints)
     refuse_f64(kernel)
     name = _name(kernel, variant)
-    pieces = list(_pieces(without_moments(kernel), variant))
+    # Threads share a row: an element that all of them read may have been overwritten by the one that owns it.
+    pieces = list(_pieces(without_moments(kernel, short=0), variant))
     texts, dispatches = [_comment(kernel)], []
     alignment, apart = [1] * len(kernel.buffers), len(pieces) > 1
     for k, piece in enumerate(pieces):

@@ -28,11 +28,12 @@ into the mean of rows around zero."""
 
 
 @kernel_pass("without_moments")
-def without_moments(kernel: Kernel) -> Kernel:
-    """Return an equivalent kernel whose reductions each carry only one number per row."""
+def without_moments(kernel: Kernel, short: int = SHORT) -> Kernel:
+    """Return an equivalent kernel whose reductions each carry only one number per row. Rows of fewer than `short` elements read
+    their first one in each pass: 0 where a row is not one thread's and may be written in place."""
     if not any(n.how in ("mean", "m2") for n in kernel.nodes() if n.op == "reduce"):
         return kernel
-    lowering = _Lowering(kernel)
+    lowering = _Lowering(kernel, short)
     stages = tuple(s for stage in kernel.stages for s in lowering.stage(stage) if s.nodes)
     return replace(kernel, stages=stages)
 
@@ -47,8 +48,8 @@ class _Operand:
 
 
 class _Lowering:
-    def __init__(self, kernel: Kernel) -> None:
-        self.kernel = kernel
+    def __init__(self, kernel: Kernel, short: int) -> None:
+        self.kernel, self.short = kernel, short
         self.fresh = count(1 + max(n.id for n in kernel.nodes()))
         self.types = {n.id: n.dtype for n in kernel.nodes()}
         self.per_row = {n.id for s in kernel.stages for n in s.nodes if s.over == "P" or n.op == "reduce"}
@@ -116,8 +117,8 @@ class _Lowering:
 
     def _element(self, nodes: list[Node], x: int) -> list[Node]:
         """Emit the first element of each row of `x`, as the last value, or nothing where rows are not short or it is dear."""
-        row = math.prod(s if isinstance(s, int) else SHORT for s in self.kernel.r)
-        if not 0 < row < SHORT:
+        row = math.prod(s if isinstance(s, int) else self.short for s in self.kernel.r)
+        if not 0 < row < self.short:
             return []
         needed = self._needed([replace(n, keep=False) for n in nodes], x)
         new = {n.id: next(self.fresh) for n in needed}
