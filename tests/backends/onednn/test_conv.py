@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fusewright.interface import Value
 from tests.backends.onednn.common import BF16, F32, check, compiled
 from tests.fragments import Sketch, targets
 from tests.hosts import FLOATS, needs_bf16
@@ -176,11 +177,17 @@ def test_a_sequence_becomes_channels_last_in_a_kernel() -> None:
 
 
 def test_a_sequence_is_a_slice_of_one_product_of_several_linears() -> None:
-    """As keys and values behind short convolutions."""
+    """As keys and values behind short convolutions with residuals: the copies for both are a kernel in front of both convolutions,
+    and what follows these another."""
     g = Net()
     x = g.input(torch.randn(2, 50, 64))
-    keys, values = (g.op("transpose", g.op("linear", x, g.weight(32, 64), None), 1, 2) for _ in range(2))
-    check(g, [g.op("conv", v, g.weight(32, 1, 4), None, [1], [3], [1], False, [0], 32) for v in (keys, values)])
+    parts = [g.op("linear", x, g.weight(32, 64), None) for _ in range(2)]
+
+    def short(v: Value) -> Value:
+        made = g.op("conv", g.op("transpose", v, 1, 2), g.weight(32, 1, 3), None, [1], [1], [1], False, [0], 32)
+        return g.op("add", g.op("transpose", made, 1, 2), v)
+
+    check(g, [g.op("sigmoid", short(v)) for v in parts])
 
 
 @needs_bf16

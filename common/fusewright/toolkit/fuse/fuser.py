@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from fusewright.interface import CompileContext, DevicePolicy, Dim, Fragment, OpView, Region, TensorSpec, Value
 from fusewright.plan.ir import Instruction, Launch, Ref, reads
@@ -145,6 +146,7 @@ class _Planner:
         self.fixed = {i: k for k, c in enumerate(self.all_calls) for i in c.ops}
         rules: dict[int, tuple[Rule, ...]] = {op.id: () if op.id in self.fixed else rules_of(op) for op in region.ops}
         self.values = {v.id: v for op in region.ops for v in (*op.inputs(), *op.outs)}
+        self.reads = [[self.values[r] for i in c.instructions for r in reads(i) if r in self.values] for c in self.all_calls]
         self.needed = self._needed_by_calls() | {v.id: v for i in whole - self.fixed.keys() for v in by_id[i].outs}
         self.flow = Flow(region.ops, lambda op: rules[op.id], frozenset(self.fixed), frozenset(self.needed), whole)
         self.checked: set[int] = set()
@@ -154,7 +156,7 @@ class _Planner:
 
     def run(self) -> Fused:
         behind = frozenset(self._behind_views(self.needed))
-        grouper = Grouper(self.flow, self.region.ops, self.fixed, behind, self.solo, self.policy.splits)
+        grouper = Grouper(self.flow, self.region.ops, self.fixed, self.reads, behind, self.solo, self.policy.splits)
         stored = self._stored(grouper.run(), self.needed, grouper)
         groups = [g for g in grouper.groups if g is not None]
         slower = {g.units[0].op.id: row for g in groups if (row := self._better_eager(g, stored))}
@@ -182,11 +184,7 @@ class _Planner:
 
     def _needed_by_calls(self) -> dict[int, Value]:
         """Values that must be tensors because a call reads them or the region returns them."""
-        wanted = {v.id: v for v in self.region.outputs}
-        for call in self.all_calls:
-            for i in call.instructions:
-                wanted.update((r, self.values[r]) for r in reads(i) if r in self.values)
-        return wanted
+        return {v.id: v for v in chain(self.region.outputs, *self.reads)}
 
     def _behind_views(self, values: Mapping[int, Value]) -> set[int]:
         """`values` together with the values that they are views of."""

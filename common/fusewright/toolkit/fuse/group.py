@@ -99,13 +99,15 @@ class Probe(KernelEvaluator):
 
 
 class Grouper:
-    """Groups ops; see the module docstring. `fixed` maps ops that a call computes to the number of that call."""
+    """Groups ops; see the module docstring. `fixed` maps ops that a call computes to the number of that call, and `reads` has the
+    values that each call reads: its ops may name others, of which those are made."""
 
     def __init__(
-        self, flow: Flow, ops: Sequence[OpView], fixed: Mapping[int, int], needed: frozenset[int], solo: frozenset[int],
-        splits: Splits,
+        self, flow: Flow, ops: Sequence[OpView], fixed: Mapping[int, int], reads: Sequence[Sequence[Value]],
+        needed: frozenset[int], solo: frozenset[int], splits: Splits,
     ) -> None:  # fmt: skip
         self.flow, self.ops, self.fixed, self.needed, self.solo, self.splits = flow, ops, fixed, needed, solo, splits
+        self.reads = reads
         self.groups: list[Group | None] = []
         self.group_of: dict[int, Group] = {}
         self.scatter_of: dict[int, Group] = {}
@@ -172,8 +174,8 @@ class Grouper:
         if call not in self._calls:
             self._calls[call] = self._fresh()
         at = self._calls[call]
-        mask = self._mask(op.inputs())
-        self._needs[at] |= mask & ~(1 << at)
+        mask = self._mask((*op.inputs(), *self.reads[call])) & ~(1 << at)
+        self._needs[at] |= mask
         self._reach.update((v.id, mask | 1 << at) for v in op.outs)
 
     def _would_wait(self, unit: Unit, group: Group) -> bool:
