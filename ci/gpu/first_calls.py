@@ -29,7 +29,7 @@ from queue import SimpleQueue
 from types import FrameType
 from typing import Any
 
-from ci.gpu.profiles import CACHES
+from ci.gpu.profiles import CACHES, split
 
 ROOT = Path(__file__).resolve().parents[2]
 BACKEND = "nvidia_triton"
@@ -127,32 +127,23 @@ def _table(rows: Sequence[Found], against: str) -> list[str]:
 def _measured(case: str, name: str, dry: bool) -> Found:
     import torch
 
-    from fusewright.bench.cases import resolve, resolve_step
-    from fusewright.bench.contenders import Contender, from_backend
-    from fusewright.bench.device import Clock
+    from ci.gpu.profile_case import Case, Job
 
-    options = {"fallback": "allow", **({"simulate": True} if dry else {})}
-    contender = Contender(BACKEND, BACKEND, options) if name == BACKEND else from_backend(name)
-    model, _, mode = case.rpartition(":")
-    size: Any = "small" if dry else "full"
-    train, device = mode == "train", "cpu" if dry else "cuda"
-    clock = Clock(device)
+    model, train = split(case)
+    mode, device = "train" if train else "infer", "cpu" if dry else "cuda"
+    job = Job(model, mode, BACKEND, (name,) * (name != BACKEND), folder="", until=0.0, device=device, dry=dry)
+    ours, eager, *others = job.contenders()
+    made = Case(job)
+    clock = made.clock
     clock.begin()
     torch.set_grad_enabled(train)
-    base: Any = resolve_step(model, size, "amp", device) if train else resolve(model, size, "bf16", device)
-    small = torch.compile(lambda x: x.sin().sum(), backend="aot_eager")(torch.ones(2, device=device, requires_grad=train))
-    if train:
-        small.backward()
-    torch.compiler.reset()
-    (base.fork() if train else base.bind(base.fn))()
+    made.build()
+    made.import_compilers()
+    made.compile(eager)()
     clock.wait()
     with _sampled() as parts:
         start = time.perf_counter()
-        if train:
-            call = base.fork()
-            call.compiled = contender.compile(call.module)
-        else:
-            call = base.bind(contender.compile(base.fn))
+        call = made.compile(others[0] if others else ours)
         call()
         clock.wait()
         first = time.perf_counter() - start

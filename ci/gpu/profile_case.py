@@ -132,8 +132,8 @@ class Case:
     def run(self) -> None:
         self.clock.begin()
         torch.set_grad_enabled(self.job.mode == "train")
-        self._build()
-        self._import_compilers()
+        self.build()
+        self.import_compilers()
         for contender in sorted(self.job.contenders(), key=lambda c: c is not EAGER):  # eager starts the libraries (cuBLAS, cuDNN)
             self._prepare(contender)
             self._save()
@@ -161,14 +161,14 @@ class Case:
     def _few(self, calls: int) -> int:
         return 1 if self.job.dry else calls
 
-    def _build(self) -> None:
+    def build(self) -> None:
         size: Any = "small" if self.job.dry else "full"
         if self.job.mode == "train":
             self.base: Any = resolve_step(self.job.model, size, "amp", self.clock.device)
         else:
             self.base = resolve(self.job.model, size, self.job.dtype, self.clock.device)
 
-    def _import_compilers(self) -> None:
+    def import_compilers(self) -> None:
         """Compile something small: ours comes first, and would alone pay for the imports of Dynamo and AOTAutograd (a second)."""
         x = torch.ones(2, device=self.clock.device, requires_grad=self.job.mode == "train")
         loss = torch.compile(lambda x: x.sin().sum(), backend="aot_eager")(x)
@@ -176,7 +176,7 @@ class Case:
             loss.backward()
         torch.compiler.reset()
 
-    def _compile(self, contender: Contender) -> Callable[[], Any]:
+    def compile(self, contender: Contender) -> Callable[[], Any]:
         if self.job.mode != "train":
             call: Callable[[], Any] = self.base.bind(contender.compile(self.base.fn))
             return call
@@ -190,7 +190,7 @@ class Case:
         needed = contender.name in (self.job.backend, EAGER.name)
         try:
             with report.recording() as reports, contextlib.nullcontext() if needed else limited(self.job.until):
-                call = self._compile(contender)
+                call = self.compile(contender)
                 for _ in range(self._few(WARM)):
                     call()
                 self.clock.wait()

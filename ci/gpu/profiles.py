@@ -94,7 +94,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     given.against = tuple(name for name in given.against.split(",") if name not in (EAGER.name, given.backend))
     try:
         for case in given.cases:
-            check_case(_split(case)[0], train=_split(case)[1])
+            check_case(split(case)[0], train=split(case)[1])
         bound = [name for name in given.against if from_backend(name).env]
         check_device(given.device)
     except (FusewrightError, ValueError) as error:
@@ -104,7 +104,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return given
 
 
-def _split(case: str) -> tuple[str, bool]:
+def split(case: str) -> tuple[str, bool]:
     """Return the model of a case, and whether it is trained."""
     model, _, mode = case.rpartition(":")
     if mode not in ("train", "infer"):
@@ -116,7 +116,7 @@ def _jobs(given: argparse.Namespace, folder: Path, end: float) -> list[Job]:
     until = end - max(ALONE_SECONDS, RESERVED_SECONDS * min(len(given.cases), given.at_once))
     found = []
     for k, case in enumerate(given.cases):
-        model, train = _split(case)
+        model, train = split(case)
         own = folder / str(k)
         own.mkdir()
         mode = "train" if train else "infer"

@@ -29,7 +29,7 @@ def either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     """Run a test with the extension and without."""
     by_native = request.param == "native"
     if by_native and native.absent():
-        pytest.skip(f"no extension: {native.absent()}")
+        pytest.skip(f"no extension, runs with fusewright-native built: {native.absent()}")
     monkeypatch.setenv("FUSEWRIGHT_NATIVE", str(int(by_native)))
     assert (native.extension() is not None) == by_native
     return str(request.param)
@@ -38,7 +38,7 @@ def either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 @pytest.fixture
 def core() -> Any:
     if native.absent():
-        pytest.skip(f"no extension: {native.absent()}")
+        pytest.skip(f"no extension, runs with fusewright-native built: {native.absent()}")
     return native.extension()
 
 

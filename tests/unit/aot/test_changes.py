@@ -69,7 +69,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Run a test with the extension and without."""
     if request.param == "native" and native.absent():
-        pytest.skip(f"no extension: {native.absent()}")
+        pytest.skip(f"no extension, runs with fusewright-native built: {native.absent()}")
     monkeypatch.setenv("FUSEWRIGHT_NATIVE", str(int(request.param == "native")))
     return str(request.param)
 
@@ -275,7 +275,7 @@ def _quantized(scale: float) -> nn.Module:
 @pytest.mark.hardware("x86_int8")
 def test_a_quantized_model_is_saved_with_its_scales(tmp_path: Path) -> None:
     """It has no mode: `eval` of an exported module raises."""
-    pytest.importorskip("torchao", reason="torchao is an optional dependency of fusewright-int8 (extra `quantize`)")
+    pytest.importorskip("torchao", reason="torchao is optional; runs with it: pip install fusewright-int8[quantize]")
     torch.manual_seed(0)
     q = _quantized(1.0)
     fusewright.save(q, tmp_path / "q", torch.randn(4, 16), backend="x86_int8")

@@ -84,7 +84,7 @@ class Recorder:
 def driver(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     """Make CPU tensors count as those of the current GPU, with a driver that records."""
     if native.absent():
-        pytest.skip(f"no extension: {native.absent()}")
+        pytest.skip(f"no extension, runs with fusewright-native built: {native.absent()}")
     found, code = Recorder(), Future[Binary]()
     code.set_result(Binary("k", b"", 99, 128, descriptors=({"block_size": [4, 8], "elem_type": 9, "elem_size": 2, "swizzle": 3},)))
     for module in (handwritten, call_cache):

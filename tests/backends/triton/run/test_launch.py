@@ -70,7 +70,7 @@ PROTOTYPE = ctypes.CFUNCTYPE(
 def recorder(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Recorder:
     """Return a recording driver, for launches by Python and by the extension, which gets tuples as in plans."""
     if request.param == "native" and native.absent():
-        pytest.skip(f"no extension: {native.absent()}")
+        pytest.skip(f"no extension, runs with fusewright-native built: {native.absent()}")
     monkeypatch.setenv("FUSEWRIGHT_NATIVE", str(int(request.param == "native")))
     found = Recorder()
     word = ctypes.c_int32(0)
