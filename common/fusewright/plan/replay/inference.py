@@ -5,6 +5,7 @@ A backend supplies a `Recorder` (`fusewright.interface`); this module decides wh
 - Weights, and inputs that the plan writes, are read in place. If one of their addresses changes, or prepared constants were
   prepared again, the plan is recorded again; if that keeps happening, replay is given up.
 - Other inputs are copied into buffers of the recording.
+- Random numbers are drawn anew by every replay, as eager draws them; such plans are neither warmed up nor measured.
 - Results belong to the caller. Large ones are made in fresh memory by the last few instructions, which run after the replay;
   small ones are copied out. So a result that the caller keeps is never overwritten.
 
@@ -14,7 +15,7 @@ recorded in pieces (`pieces`), whatever their time: other processes cannot know 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +25,7 @@ from fusewright.forms.spec import Pass
 from fusewright.interface import KernelCode, Recorder
 from fusewright.plan.build import Plan, written_values
 from fusewright.plan.execute import codegen
+from fusewright.plan.execute.opaque import mismatch
 from fusewright.plan.execute.prepare import Prepared, picker, watch
 from fusewright.plan.ir import Instruction, Ref, Run, reads
 from fusewright.plan.memory import roots_of, storage_bytes
@@ -31,11 +33,13 @@ from fusewright.plan.replay.copies import Call, CopiesIn, around, copier_out, re
 from fusewright.plan.replay.obstacles import (
     FEWEST,
     communicates,
+    drawn_on_host,
     draws,
     foreign,
     obstacle,
     passed_on,
     plan_device,
+    says_it_draws,
     written_inputs,
 )
 from fusewright.plan.replay.pieces import Pieces, communicating, no_pieces
@@ -82,9 +86,10 @@ class Parts:
     tail_rest: tuple[int, ...]
 
 
-def divide(plan: Plan) -> Parts:
-    """Split a plan that `obstacle` allows."""
-    late = _late(plan)
+def divide(plan: Plan, device: str) -> Parts:
+    """Split a plan that `obstacle` allows on devices of this type."""
+    beside = drawn_on_host(plan, device)
+    late = beside | _late(plan, beside)
     first = [i for k, i in enumerate(plan.instructions) if k not in late]
     last = [i for k, i in enumerate(plan.instructions) if k in late]
     made_late = {o for i in last for o in i.outs}
@@ -100,7 +105,7 @@ def divide(plan: Plan) -> Parts:
     tail_rest = tuple(v for v in (*plan.prepare_outputs, *kept) if v in wanted_late)
     positions = [k for k, r in results.items() if r in made_late]
     tail = None
-    if positions:
+    if positions or beside:
         inputs = (*[plan.inputs[k] for k in tail_places], *tail_rest)
         outputs = tuple(plan.outputs[k] for k in positions)
         tail = replace(part, inputs=inputs, outputs=outputs, instructions=last)
@@ -118,10 +123,10 @@ DIVIDE = Pass(
     "division for replay",
     "plan",
     PLAN,
-    lambda plan, kernels: divide(plan),
+    lambda plan, kernels, device: divide(plan, device),
     lambda args, parts: [replace(part, kernels=args[1]) for part in (parts.head, parts.tail) if part is not None],
 )
-"""`divide`, with the kernels that launches may name."""
+"""`divide`, after the plan with the kernels that launches may name."""
 
 
 def written_places(plan: Plan) -> frozenset[int]:
@@ -130,16 +135,18 @@ def written_places(plan: Plan) -> frozenset[int]:
     return frozenset(k for k, i in enumerate(plan.inputs) if i in written)
 
 
-def _late(plan: Plan) -> set[int]:
+def _late(plan: Plan, beside: Set[int] = frozenset()) -> set[int]:
     """Positions of the instructions that make large results, and of all that depend on them. A collective keeps its place, and so
-    do what reads memory that a call overwrites and calls of others' code, which may replay recordings that share memory."""
+    do draws, whose order decides their numbers, what reads memory that a call overwrites, and calls of others' code, which may
+    replay recordings that share memory. Those `beside` a recording are not counted."""
     if written_inputs(plan):
         return set()
     roots = roots_of(plan.instructions)
     overwritten = {root for v in written_values(plan) for root in roots.get(v, {v})}
 
     def movable(i: Instruction) -> bool:
-        return not communicates(i) and not foreign(i) and not any(overwritten & roots.get(r, {r}) for r in reads(i))
+        keeps = communicates(i) or foreign(i) or says_it_draws(i)
+        return not keeps and not any(overwritten & roots.get(r, {r}) for r in reads(i))
 
     results = [r.id for r in plan.outputs if isinstance(r, Ref)]
     late: set[int] = set()
@@ -148,7 +155,7 @@ def _late(plan: Plan) -> set[int]:
         if v in plan.specs and storage_bytes(plan.specs[v]) >= LARGE and not shared:
             more = late | _dependents(plan.instructions, roots[v])
             late = more if len(more) <= MOST_LATE and all(movable(plan.instructions[k]) for k in more) else late
-    return late if len(plan.instructions) - len(late) >= FEWEST else set()
+    return late if len(plan.instructions) - len(late | beside) >= FEWEST else set()
 
 
 def _dependents(instructions: Sequence[Instruction], values: set[int]) -> set[int]:
@@ -184,17 +191,19 @@ class Replayed(Recorded[_Recording]):
         self, plan: Plan, kernels: Mapping[str, KernelCode], run: Run, recorder: Recorder, tell: Callable[[str], None]
     ) -> None:
         super().__init__(run, recorder, plan_device(plan, recorder.device_type), tell)
-        self.plan, self.parts = plan, DIVIDE(plan, {h: code.kernel for h, code in kernels.items()})
+        self.plan, self.parts = plan, DIVIDE(plan, {h: code.kernel for h, code in kernels.items()}, recorder.device_type)
         self.cache = codegen.prepared_of(run)
         self._pieces = Pieces(self.parts.head, kernels) if communicating(plan) else None
         self._head = codegen.load(self.parts.head, kernels) if self._pieces is None else run
         self._tail = codegen.load(self.parts.tail, kernels) if self.parts.tail else None
         self._fixed = picker(self.parts.fixed)
         self._passed = passed_on(plan)
-        self._all_early = len(self.parts.early) == len(plan.outputs)
+        self._all_early = self._tail is None and len(self.parts.early) == len(plan.outputs)
         self._weights = [plan.inputs.index(i) for i in plan.prepare_inputs]
         self._prepare_inputs = picker(self._weights)
-        self._writes, self._draws = bool(written_inputs(plan)), draws(plan)
+        self._draws = draws(self.parts.head)
+        self._once = bool(written_inputs(plan)) or any(map(says_it_draws, self.parts.head.instructions))
+        self._loaded = not self._once or self._pieces is not None
         self._recordings: dict[tuple[Hashable, ...], _Recording] = {}
         self._last: _Recording | None = None
         self._unused = 0
@@ -240,7 +249,11 @@ class Replayed(Recorded[_Recording]):
         return tuple(results)
 
     def _recorded(self, key: tuple[Hashable, ...], args: list[Any], prepared: Prepared | None) -> _Recording | None:
-        """Make a recording for `key`; None if replay is given up."""
+        """Make a recording for `key`; None if replay is given up, or for the first call of a plan that is not warmed up: it loads
+        the kernels, which a recording may not."""
+        if not self._loaded:
+            self._loaded = True
+            return None
         stale = self._recordings.pop(key, None)
         self._unused += stale is not None and stale.uses < 2
         if self._unused >= MOST_UNUSED:
@@ -253,7 +266,7 @@ class Replayed(Recorded[_Recording]):
         try:
             with self.on_device():
                 made = self._record(key[0], args, prepared)
-                once = self._writes or self._pieces is not None  # a measurement would run it several times
+                once = self._once or self._pieces is not None  # a measurement would run it several times
                 worse = "" if once else self._worse(made, args)
             if worse:
                 self._give_up(worse)
@@ -277,7 +290,8 @@ class Replayed(Recorded[_Recording]):
             return run
 
         ways = (lambda: self.run(list(args)), lambda: self._results(made, args) or ())
-        plain, replayed = (self.recorder.seconds(noting(w, k)) for w, k in zip(ways, kinds, strict=True))
+        with torch.random.fork_rng(devices=()):  # of the host, from which the tail may draw
+            plain, replayed = (self.recorder.seconds(noting(w, k)) for w, k in zip(ways, kinds, strict=True))
         made.uses = 0  # of callers
         if kinds[0] != kinds[1]:
             return OTHER_TENSORS
@@ -296,11 +310,13 @@ class Replayed(Recorded[_Recording]):
             if self._pieces is not None:
                 kept, replay = self._pieces.record(self.recorder, given, shared=True)
                 call = around(copy_in, replay, copier_out(returned(kept)))
-            else:  # a warm-up runs the head, so skip it if that would write into inputs
-                warm = not self._writes
+            else:  # a warm-up runs the head, so skip it if that would write into inputs or draw
                 _, call = record_with_copies(
-                    self.recorder, lambda: self._head(list(given)), copy_in, returned, warm=warm, shared=True, draws=self._draws
-                )
+                    self.recorder, lambda: self._head(list(given)), copy_in, returned,
+                    warm=not self._once, shared=True, draws=self._draws,
+                )  # fmt: skip
+        if self._once and any(mismatch(by_id[v], self.plan.specs[v]) for v in self.parts.early):
+            raise RuntimeError(OTHER_TENSORS)
         rest = [by_id[v] for v in self.parts.tail_rest]
         weights = self._weights if prepared is not None else ()
         same = watch(args, weights, set(self.parts.fixed).difference(weights))

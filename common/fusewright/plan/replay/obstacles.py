@@ -31,7 +31,9 @@ _ASYNCHRONOUS = ("c10d_functional", "_c10d_functional", "_c10d_functional_autogr
 def obstacle(plan: Plan, device: str, training: bool = False) -> str | None:
     """Why a plan cannot be recorded on devices of this type, or None, decided from the plan alone. Training draws random
     numbers as recordings do, from the device's own generator, and its results are checked elsewhere."""
-    if len(plan.instructions) < FEWEST:
+    beside = frozenset() if training else drawn_on_host(plan, device)
+    instructions = [i for k, i in enumerate(plan.instructions) if k not in beside]
+    if len(instructions) < FEWEST:
         return "too few instructions"
     used = {r for i in plan.instructions for r in reads(i)}
     if any(i in plan.scalars or i not in plan.specs for i in used.intersection(plan.inputs)):
@@ -44,16 +46,17 @@ def obstacle(plan: Plan, device: str, training: bool = False) -> str | None:
     if any(not s.static for v, s in plan.specs.items() if v in made or v in plan.inputs):
         return "sizes are symbolic"
     roots = roots_of(plan.instructions)
-    for i in plan.instructions:
+    for i in instructions:
         why = _misplaced(i, plan, roots)
         if why is None and not communicates(i):  # a collective is called, never recorded
-            why = _unrecordable(i, plan.specs, training)
+            why = _unrecordable(i, plan.specs)
         if why is not None:
             return why
     unknown = sorted(r.id for r in plan.outputs if isinstance(r, Ref) and r.id in made and r.id not in plan.specs)
     if unknown:
         return f"it is not known what value {unknown[0]}, a result, is"
-    read = ({r for i in plan.instructions for r in reads(i)} | made) - host_scalars(plan)
+    touched = {v for i in instructions for v in (*reads(i), *i.outs)}
+    read = touched - host_scalars(plan)
     elsewhere = sorted({plan.specs[v].device for v in read if v in plan.specs} - _devices(plan, device))
     if elsewhere:
         return f"a tensor is on {elsewhere[0]}"
@@ -95,6 +98,35 @@ def host_scalars(plan: Plan) -> set[int]:
     return scalars
 
 
+def drawn_on_host(plan: Plan, device: str) -> frozenset[int]:
+    """Positions of calls that draw random numbers on the host, and of what is computed from them there, if no device of this type
+    reads it: LayerDrop draws a number for each layer also where nothing is dropped. They run at each call, beside a recording."""
+    if device == HOST:
+        return frozenset()
+    calls = {k: i for k, i in enumerate(plan.instructions) if isinstance(i, Call) and _on_host(i, plan)}
+    while True:
+        made = {o for i in calls.values() for o in i.outs}
+        others = {r for k, i in enumerate(plan.instructions) if k not in calls for r in reads(i)}
+        kept = {k: i for k, i in calls.items() if set(reads(i)) <= made and not others.intersection(i.outs)}
+        if len(kept) == len(calls):
+            return frozenset(calls) if any(map(says_it_draws, calls.values())) else frozenset()
+        calls = kept
+
+
+def _on_host(i: Call, plan: Plan) -> bool:
+    """Whether a call does nothing but make tensors of fixed sizes on the host."""
+    operator = operator_of(i.target)
+    specs = [plan.specs.get(o) for o in i.outs]
+    pure = operator is not None and not ops.is_mutating(operator) and not foreign(i) and not communicates(i)
+    return pure and bool(specs) and all(s is not None and s.static and s.device == HOST for s in specs)
+
+
+def says_it_draws(i: Instruction) -> bool:
+    """Whether an instruction draws random numbers and is tagged so."""
+    operator = operator_of(i.target) if isinstance(i, Call) else None
+    return isinstance(i, Call) and operator is not None and ops.call_draws(operator, i.args, dict(i.kwargs))
+
+
 def _takes_address(i: Instruction) -> bool:
     """Whether a replayed instruction may read host memory: kernels, and copies between devices."""
     operator = operator_of(i.target) if isinstance(i, Call) else None
@@ -112,7 +144,7 @@ def _devices(plan: Plan, device: str) -> set[str]:
     return set(found[:1])
 
 
-def _unrecordable(i: Instruction, specs: Mapping[int, TensorSpec], training: bool = False) -> str | None:
+def _unrecordable(i: Instruction, specs: Mapping[int, TensorSpec]) -> str | None:
     """Why an instruction may act differently from replay to replay, or waits for the device."""
     if isinstance(i, CallPython):
         return f"{i.name} is an opaque function"
@@ -121,8 +153,6 @@ def _unrecordable(i: Instruction, specs: Mapping[int, TensorSpec], training: boo
     operator = operator_of(i.target)
     if operator is None:
         return "sizes are computed at run time"
-    if not training and ops.call_draws(operator, i.args, dict(i.kwargs)):
-        return f"{i.target} draws random numbers"
     if _UNSAFE in operator.tags:
         return f"{i.target} is tagged as unsafe to record"
     if {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(operator.tags) and not _by_positions(i, specs):
@@ -134,10 +164,7 @@ def _unrecordable(i: Instruction, specs: Mapping[int, TensorSpec], training: boo
 
 def draws(plan: Plan) -> bool:
     """Whether a plan draws random numbers, or may: operators of extensions often do without a tag that says so."""
-    if any(map(foreign, plan.instructions)):
-        return True
-    calls = ((operator_of(i.target), i) for i in plan.instructions if isinstance(i, Call))
-    return any(o is not None and ops.call_draws(o, i.args, dict(i.kwargs)) for o, i in calls)
+    return any(foreign(i) or says_it_draws(i) for i in plan.instructions)
 
 
 def _by_positions(i: Call, specs: Mapping[int, TensorSpec]) -> bool:

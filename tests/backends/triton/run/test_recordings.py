@@ -146,3 +146,23 @@ def test_a_users_capture_follows_the_weights() -> None:
         torch.testing.assert_close(fast(x), model(x), rtol=1e-2, atol=1e-3)
         graph.replay()
         torch.testing.assert_close(y, model(x), rtol=1e-2, atol=1e-3)
+
+
+@torch.no_grad()
+def test_an_inference_plan_that_draws_is_replayed_with_eagers_numbers() -> None:
+    w = randn(64, 64)
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        noise, layers_dropped = torch.randn_like(x), [torch.rand(()) for _ in range(3)]
+        for k in range(6):
+            x = torch.sin(x @ w) + (0 if k < len(layers_dropped) else noise)
+        return torch.nn.functional.dropout(x, 0.5)
+
+    fast, x = compiled(f), randn(64, 64)
+    with recording() as reports:
+        for seed in range(5):
+            torch.manual_seed(seed)
+            wanted = f(x), torch.rand(3, device="cuda"), torch.rand(3)
+            torch.manual_seed(seed)
+            torch.testing.assert_close((fast(x), torch.rand(3, device="cuda"), torch.rand(3)), wanted, rtol=1e-2, atol=1e-3)
+    assert [r.replay[:8] for r in reports] == ["replayed"]

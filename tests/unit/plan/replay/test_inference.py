@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from fusewright.capture import capture
 from fusewright.config import Options
 from fusewright.interface import Device, TensorSpec
 from fusewright.plan.build import Plan
+from fusewright.plan.execute import codegen
 from fusewright.plan.ir import Call, Instruction, Launch, Ref
 from fusewright.plan.replay import copies, inference, obstacles
 from fusewright.report import recording
@@ -23,8 +25,8 @@ OPTIONS = Options.parse({"cache": False, "fallback": "allow"})
 
 
 class Recorder:
-    """A fake recorder that runs the recorded function again, into the results of the first run. `held` is restored after
-    recording, since a device computes nothing then."""
+    """A fake recorder that runs the recorded function again, into the results of the first run. `held` and the random generator
+    are restored after recording, since a device computes nothing then."""
 
     device_type = "cpu"
 
@@ -32,7 +34,7 @@ class Recorder:
         self.current: int | None = 0
         self.recorded = self.replays = 0
         self.held, self.times = held, iter(times)
-        self.fault = ""
+        self.fault, self.draws = "", False
 
     def stream(self, device: str) -> int | None:
         return self.current
@@ -40,9 +42,10 @@ class Recorder:
     def record(self, run: Callable[[], Any], warm: bool) -> tuple[Any, Callable[[], None]]:
         if self.fault:
             raise RuntimeError(self.fault)
-        assert warm == (not self.held)
+        assert warm == (not self.held and not self.draws)
         before = [t.clone() for t in self.held]
-        results = run()
+        with torch.random.fork_rng(devices=()):
+            results = run()
         for t, content in zip(self.held, before, strict=True):
             t.copy_(content)
         self.recorded += 1
@@ -366,12 +369,31 @@ def _long(x: torch.Tensor) -> torch.Tensor:
     ("fn", "reason"),
     [
         (lambda x: (x.t(), _long(x)), "a result may share memory with an input"),
-        (lambda x: _long(x) + torch.rand_like(x), "draws random numbers"),
         (lambda x: x @ x, "too few instructions"),
     ],
 )
 def test_what_stands_in_the_way_is_reported(fn: Any, reason: str) -> None:
     assert reason in _reason(fn, torch.randn(4, 4))
+
+
+def test_every_replay_draws_what_eager_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In order, so a large result that is drawn is not moved behind the recording; and once a call, so nothing is measured."""
+    monkeypatch.setattr(inference, "LARGE", 64)
+    recorder = Running()
+    recorder.draws = True
+    monkeypatch.setattr(recorder, "seconds", lambda run: pytest.fail("measuring draws"))
+
+    def f(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        noise = torch.rand_like(x)
+        return noise, torch.nn.functional.dropout(_long(x), 0.5)
+
+    fast, x = compiled(f, recorder), torch.randn(4, 4)
+    for seed in range(4):
+        torch.manual_seed(seed)
+        wanted = f(x), torch.rand(())
+        torch.manual_seed(seed)
+        torch.testing.assert_close((fast(x), torch.rand(())), wanted)
+    assert recorder.recorded == 1 and recorder.replays >= 2
 
 
 def test_an_index_by_positions_is_recorded_and_one_by_a_mask_is_not() -> None:
@@ -420,9 +442,8 @@ def test_what_waits_for_the_device_is_known_by_torch_s_tags() -> None:
 
 def test_attention_that_drops_nothing_draws_nothing() -> None:
     flash = "aten::_scaled_dot_product_flash_attention.default"
-    assert obstacles._unrecordable(Call(flash, (Ref(1), Ref(1), Ref(1)), (2,)), {}) is None
-    assert obstacles._unrecordable(Call(flash, (Ref(1), Ref(1), Ref(1), 0.0, True), (2,)), {}) is None
-    assert "random" in str(obstacles._unrecordable(Call(flash, (Ref(1), Ref(1), Ref(1), 0.5), (2,)), {}))
+    for dropout, draws in (((), False), ((0.0, True), False), ((0.5,), True)):
+        assert obstacles.says_it_draws(Call(flash, (Ref(1), Ref(1), Ref(1), *dropout), (2,))) == draws
 
 
 def test_a_recording_that_fails_or_is_slower_leaves_the_plain_plan() -> None:
@@ -482,6 +503,37 @@ def test_scalars_on_the_host_that_are_constant_do_not_stand_in_the_way() -> None
 )
 def test_other_values_on_the_host_do(plan: Plan, why: str) -> None:
     assert obstacles.obstacle(plan, "cuda", training=True) == "a tensor is on cpu", why
+
+
+_DRAWN = (Call("aten::rand.default", ([],), (3,)), Call("aten::lt.Scalar", (Ref(3), 0.1), (4,)))
+
+
+@pytest.mark.parametrize("outputs", [(9,), (9, 3), (4, 9)])
+def test_numbers_drawn_on_the_host_are_drawn_beside_a_recording(outputs: tuple[int, ...]) -> None:
+    """As LayerDrop does where nothing is dropped. Measuring and recording draw nothing."""
+    plan = _on_a_device(_DRAWN[0], Call("aten::exp.default", (Ref(1),), (7,)), _DRAWN[1], *_REST, outputs=outputs)
+    device = {v: replace(s, device="meta") if s.device != "cpu" else s for v, s in plan.specs.items()}
+    plan, recorder = replace(plan, specs=device, prepare_outputs=()), Running()
+    recorder.device_type = "meta"
+    fast = inference.replayed(plan, {}, codegen.load(plan, {}), recorder, lambda said: None)
+    assert isinstance(fast, inference.Replayed)
+    torch.manual_seed(0)
+    results = [fast([torch.empty(4, device="meta")]) for _ in range(3)]
+    after = torch.rand(())
+    torch.manual_seed(0)
+    drawn = [torch.rand(()) for _ in results]
+    torch.testing.assert_close(after, torch.rand(()))
+    assert recorder.recorded == 1 and not fast.given_up
+    for made, number in zip(results, drawn, strict=True):
+        expected = {3: number, 4: number < 0.1}
+        for value, result in zip(outputs, made, strict=True):
+            assert result.is_meta if value == 9 else torch.equal(result, expected[value])
+
+
+def test_what_a_device_reads_is_not_drawn_beside_it() -> None:
+    assert obstacles.drawn_on_host(_on_a_device(_DRAWN[0], _SCALE, *_REST), "cuda") == set()
+    assert obstacles.drawn_on_host(_on_a_device(_DRAWN[0], *_REST), "cpu") == set(), "it is the device itself"
+    assert obstacles.drawn_on_host(_on_a_device(_ROOT, *_REST), "cuda") == set(), "nothing is drawn"
 
 
 def test_a_constant_scalar_that_changes_is_recorded_anew() -> None:

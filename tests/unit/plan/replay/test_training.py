@@ -359,10 +359,12 @@ def test_recordings_that_nobody_uses_become_rare() -> None:
     torch.manual_seed(0)
     layers, recorder = [Layer() for _ in range(2)], Working()
     fast, x = compiled(lambda layer, x: layer(x), recorder), torch.randn(64, 64)
+    held: list[torch.Tensor] = []  # so that no address comes again
     for number in range(60):
         for layer in layers:
             if number % 3 == 2:
                 for p in layer.parameters():
+                    held.append(p.data)
                     p.data = p.data.clone()
             fast(layer, x)
     assert 2 < recorder.recorded < 8
