@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from tests.zoo import geometry, handmade, inputs
+from tests.zoo import geometry, handmade, inputs, particular
 
 LARGEST = 60e6
 """The most parameters of a model that counts as small."""
@@ -74,9 +74,12 @@ def _transformers(name: str) -> Example:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     said: list[str] = []
-    for kind, _ in geometry.GEOMETRIES:
+    tried: list[tuple[str, Mapping[str, Any]]] = [(kind, {}) for kind, _ in geometry.GEOMETRIES]
+    if name in particular.GEOMETRIES:
+        tried.insert(0, (geometry.AS_WHOLE, particular.GEOMETRIES[name]))
+    for kind, values in tried:
         try:
-            config = geometry.small(CONFIG_MAPPING[name], kind)
+            config = geometry.small(CONFIG_MAPPING[name], kind, values)
             return accepted(config, LARGEST)
         except Exception as error:  # classes reject a geometry with various errors: try the next
             said.append(str(error) if isinstance(error, NotBuilt) else _in_brief(error))
@@ -88,8 +91,10 @@ def accepted(config: Any, largest: float, length: int = inputs.LENGTH, batch: in
     or what the model's class raises."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 
-    mapping = MODEL_FOR_CAUSAL_LM_MAPPING if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else MODEL_MAPPING
-    module = _module(mapping[type(config)], config, largest)
+    causal = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    base = MODEL_MAPPING[type(config)]
+    cls = causal if causal is not None and isinstance(config, causal.config_class) else base
+    module = _module(cls, _part_for(cls, config), largest)
     said = []
     for given in inputs.candidates(module, length, batch):
         try:
@@ -100,6 +105,13 @@ def accepted(config: Any, largest: float, length: int = inputs.LENGTH, batch: in
             continue
         return Example(module, given, _resized(module, tuple(given)))
     raise NotBuilt("; ".join(dict.fromkeys(said)) or "its forward takes nothing that is known here")
+
+
+def _part_for(cls: Any, config: Any) -> Any:
+    """The configuration, or the part of it that a class takes."""
+    wanted = getattr(cls, "config_class", None) or type(config)
+    parts = [config, *(getattr(config, n) for n in getattr(config, "sub_configs", {}))]
+    return next((p for p in parts if isinstance(p, wanted)), config)
 
 
 def _in_brief(error: Exception) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 WIDTH, HEADS, LAYERS, VOCABULARY, POSITIONS, IMAGE = 64, 4, 2, 128, 64, 64
@@ -36,7 +37,7 @@ def _rules(table: Mapping[str, Callable[[Any], Any]]) -> tuple[Rule, ...]:
 RULES: tuple[Rule, ...] = _rules(
     {
         r".*(num|n)_?(key_value|kv)_heads|multi_query_group_num": _at_most(2),
-        r".*vocab_size": _at_most(VOCABULARY),
+        r".*vocab_size(_per_layer_input)?": _at_most(VOCABULARY),
         r".*_token_id|.*_token_index": lambda old: old % VOCABULARY,
         r"max_position_embeddings|n_positions|n_ctx|max_(source|target)_positions|max_sequence_length|max_seq_len": _at_most(
             POSITIONS
@@ -80,50 +81,58 @@ def _in_sections(rope: Mapping[str, Any]) -> dict[str, Any]:
     return {**rope, "mrope_section": [half - 2 * (half // 3), half // 3, half // 3]}
 
 
+AS_WHOLE = "small, parts made from what the whole sets"
+"""Parts are otherwise made from the defaults of their own class, which misses, say, the name of a detector's backbone."""
 GEOMETRIES: tuple[tuple[str, Mapping[str, Any]], ...] = (
     ("small", {}),
     ("small, positions in sections", {"rope_parameters": _in_sections}),
     ("small, as many heads for keys as for queries", {"num_key_value_heads": HEADS}),
     ("shallow, small images", {"image_size": _small_image}),
     ("shallow", {}),
+    (AS_WHOLE, {}),
 )
 """Geometries in the order in which they are tried: a name, and values that override the rules or are computed from the default."""
 
 
-def small(config: type, geometry: str = "small") -> Any:
+def small(config: type, geometry: str = "small", particular: Mapping[str, Any] = MappingProxyType({}), whole: Any = None) -> Any:
     """Make an instance of a configuration class in one of `GEOMETRIES`; those called shallow reduce only depth and vocabulary.
 
+    `particular` values override the rules, those of a part in a mapping of its own. `whole` is an instance with the defaults.
     Raises the class's errors for values that do not fit together.
     """
     own = dict(GEOMETRIES)[geometry]
-    given, defaults = {}, _defaults(config)
+    given, defaults = {}, _defaults(config, whole or config())
     depth = defaults.get("num_hidden_layers")
     for name, default in defaults.items():
-        value = own.get(name) or _small_value(name, default, geometry, depth)
+        value = own.get(name) or _small_value(name, default, geometry, depth, particular.get(name, {}))
         value = value(default) if callable(value) else value
-        if value is not default:
+        if value is not default or whole is not None:
             given[name] = value
+    given |= {n: v for n, v in particular.items() if not _is_config(defaults.get(n))}
     made = config(**given)
     if hasattr(made, "use_cache"):
         made.use_cache = False  # a cache cannot be compared; `generate` requests one
     return made
 
 
-def _defaults(config: type) -> dict[str, Any]:
-    """The value parameters of a configuration class, with the values of its default instance."""
-    instance = config()
+def _defaults(config: type, instance: Any) -> dict[str, Any]:
+    """The value parameters of a configuration class, with the values of an instance."""
     names = [n for n in inspect.signature(config).parameters if n not in ("self", "kwargs", "args")]
-    names += [n for n in getattr(config, "sub_configs", {}) if n not in names]
+    names += [n for n in ("out_indices", *getattr(config, "sub_configs", {})) if n not in names]
     if hasattr(instance, "allow_global_per_layer_attribute_access"):
         instance.allow_global_per_layer_attribute_access = True
     return {n: getattr(instance, n) for n in names if getattr(instance, n, None) is not None}
 
 
-def _small_value(name: str, value: Any, geometry: str, depth: int | None) -> Any:
+def _is_config(value: Any) -> bool:
     from transformers import PretrainedConfig
 
-    if isinstance(value, PretrainedConfig):
-        return small(type(value), geometry).to_dict()
+    return isinstance(value, PretrainedConfig)
+
+
+def _small_value(name: str, value: Any, geometry: str, depth: int | None, particular: Any) -> Any:
+    if _is_config(value):
+        return small(type(value), geometry, particular, value if geometry == AS_WHOLE else None).to_dict()
     if isinstance(value, list) and value and len(value) == depth:
         return _of_each_kind(value)
     if isinstance(value, bool) or (geometry.startswith("shallow") and not re.search("layers?|vocab|depth|token", name)):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from tests.zoo import particular
 
 BATCH, LENGTH, FRAMES, GRID = 2, 16, 64, 4
 
@@ -20,34 +22,54 @@ def candidates(module: torch.nn.Module, length: int = LENGTH, batch: int = BATCH
     torch.manual_seed(0)
     names = list(inspect.signature(module.forward).parameters)
     config: Any = module.config
-    if "grid_thw" in names:
+    if makers := particular.INPUTS.get(config.model_type):
+        yield {n: make(batch, length) for n, make in makers.items() if n in names}
+    elif "grid_thw" in names:
         yield _patches(config, names, batch)
         return
-    main = [n for n in names if n in _MAKERS]
-    if not main:
+    main, others = [n for n in names if n in _MAKERS], [n for n in names if n in _OTHERS]
+    if not main and not others:
         return
-    first = getattr(module, "main_input_name", main[0])
+    first = getattr(module, "main_input_name", (main or others)[0])
     least = [n for n in ([first] if isinstance(first, str) else first) if n in _MAKERS]
     chosen = [main, [n for n in main if not n.startswith("decoder_")], least or main[:1]]
-    seen: list[list[str]] = []
+    yield from _made(config, batch, length, chosen, _forms)
+    yield from _made(config, batch, length, [others + main, *(others + keys for keys in chosen[1:]), main], _unusual)
+
+
+def _made(
+    config: Any, batch: int, length: int, chosen: Iterable[list[str]], forms: Callable[[Any, list[str]], Iterable[Form]]
+) -> Iterator[Inputs]:
+    seen: list[list[str]] = [[]]
     for keys in chosen:
         if keys in seen:
             continue
         seen.append(keys)
-        for form in _forms(config, keys):
-            yield {n: _MAKERS[n](config, batch, length, form) for n in keys}
+        for form in forms(config, keys):
+            yield {n: (_MAKERS | _OTHERS)[n](config, batch, length, form) for n in keys}
 
 
 class Form(NamedTuple):
     """Shapes of an example that configurations do not define."""
 
-    image: tuple[int, int, int]
+    image: tuple[int, ...]
     sound: tuple[int, ...]
+    mel: tuple[int, ...] = ()
 
 
 def _forms(config: Any, keys: list[str]) -> Iterator[Form]:
     sounds = _sounds(config) if "input_values" in keys else [()]
     yield from itertools.starmap(Form, itertools.product(_images(config), sounds))
+
+
+def _unusual(config: Any, keys: list[str]) -> Iterator[Form]:
+    """Yield videos as images, pairs of images, and spectrograms with the frames last or with a channel."""
+    (size, *_), frames = _images(config), _find(config, "num_frames") or 8
+    images = [size, (frames, *size), (2, *size)] if "pixel_values" in keys else [size]
+    sounds = [*_sounds(config), (1, 4096)] if "input_values" in keys else [()]
+    bins = _bins(config)
+    mels = [(FRAMES, bins), (bins, FRAMES), (1, FRAMES, bins)] if "input_features" in keys else [()]
+    yield from itertools.starmap(Form, itertools.product(images, sounds, mels))
 
 
 def _images(config: Any) -> list[tuple[int, int, int]]:
@@ -88,9 +110,16 @@ def _boxes(config: Any, batch: int, length: int, form: Form) -> Tensor:
 
 
 def _mel(config: Any, batch: int, length: int, form: Form) -> Tensor:
-    bins = _find(config, "num_mel_bins") or _find(config, "input_feat_per_channel") or 80
+    if form.mel:
+        return torch.randn(batch, *form.mel)
+    bins = _bins(config)
     positions = _find(config, "max_source_positions")
     return torch.randn(batch, bins, 2 * positions) if positions else torch.randn(batch, FRAMES, bins)
+
+
+def _bins(config: Any) -> int:
+    names = ("num_mel_bins", "input_feat_per_channel", "feature_projection_input_dim", "feature_size")
+    return next((found for n in names if (found := _find(config, n))), 80)
 
 
 def _sound(config: Any, batch: int, length: int, form: Form) -> Tensor:
@@ -112,12 +141,22 @@ def _task(config: Any, batch: int, length: int, form: Form) -> Tensor:
 
 def _patches(config: Any, names: list[str], batch: int) -> Inputs:
     """Images as rows of pixels, with `GRID` by `GRID` patches each."""
-    count = (_find(config, "in_channels") or 3) * (_find(config, "temporal_patch_size") or 1) * _find(config, "patch_size") ** 2
+    depth = _find(config, "temporal_patch_size") or _find(config, "patch_temporal") or 1
+    count = (_find(config, "in_channels") or 3) * depth * _find(config, "patch_size") ** 2
     pixels = next(n for n in names if n != "grid_thw")
-    return {pixels: torch.randn(batch * GRID * GRID, count), "grid_thw": torch.tensor([[1, GRID, GRID]] * batch)}
+    made = {pixels: torch.randn(batch * GRID * GRID, count), "grid_thw": torch.tensor([[1, GRID, GRID]] * batch)}
+    return made | ({"merge_sizes": torch.ones(batch, dtype=torch.long)} if "merge_sizes" in names else {})
 
 
 _MAKERS = {
     "input_ids": _tokens, "decoder_input_ids": _tokens, "pixel_values": _pixels, "pixel_values_videos": _video, "bbox": _boxes,
     "input_features": _mel, "input_values": _sound, "past_values": _series, "task_inputs": _task,
 }  # fmt: skip
+
+
+def _frames(config: Any, batch: int, length: int, form: Form) -> Tensor:
+    return torch.ones(batch, FRAMES, dtype=torch.long)
+
+
+# given only where nothing is accepted without them
+_OTHERS = {"input_features_mask": _frames, "qformer_input_ids": _tokens}

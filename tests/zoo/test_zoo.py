@@ -142,3 +142,23 @@ def test_the_newest_verdict_counts_unless_it_says_nothing() -> None:
     given = [{"backend": "b", "where": "", "zoo": zoo} for zoo in zoos]
     assert [v.status for v in newest(given)] == ["right", "crashed", "right"]
     assert "`m/1`, inference: crashed" in page(given)
+
+
+def test_parts_of_a_detector_are_made_from_what_the_detector_sets() -> None:
+    """The class of a backbone's configuration has no default for its name or for the stages that are read."""
+    pytest.importorskip("timm")
+    config: Any = catalog.build("transformers/detr").module.config
+    backbone = config.backbone_config
+    assert (backbone.backbone, list(backbone.out_indices)) == ("resnet18", [1, 2, 3, 4])
+
+
+def test_what_an_architecture_lacks_in_this_version_does_no_harm() -> None:
+    from transformers import BertConfig
+
+    made = geometry.small(BertConfig, geometry.AS_WHOLE, {"nosuch": 1, "backbone_config": {"nosuch": 2}})
+    assert made.hidden_size == geometry.WIDTH
+
+
+def test_videos_and_spectrograms_are_made_where_images_and_short_forms_are_rejected() -> None:
+    assert catalog.build("transformers/timesformer").inputs["pixel_values"].dim() == 5
+    assert catalog.build("transformers/glmasr_encoder").inputs["input_features"].shape[1:] == (16, 64)
