@@ -396,7 +396,7 @@ def sizes_settled(gm: GraphModule) -> Iterator[list[str]]:
     assumed += [str(g.expr) for g in env.guards[before:]]
 
 
-class SizesAssumed(Exception):
+class SizesAssumed(ValueError):
     """Work on a graph with fixed guards would hold only for some of its sizes."""
 
 
