@@ -108,9 +108,10 @@ def drawn(scale: float, tensors: int) -> Iterator[Any]:
         yield [[*(scale * ours)]], [[*eagers]], exact
 
 
-def test_a_geometry_that_keeps_widths_has_small_images_too() -> None:
+@pytest.mark.parametrize("model", ["sam2", "sam2_vision_model"])
+def test_a_geometry_that_keeps_widths_has_small_images_too(model: str) -> None:
     """Stages of SAM 2 fit together in their own widths only; with its images of 1024 pixels, eager alone trains for minutes."""
-    images = catalog.build("transformers/sam2_vision_model").inputs["pixel_values"]
+    images = catalog.build(f"transformers/{model}").inputs["pixel_values"]
     assert images.shape[-2:] == (geometry.IMAGE, geometry.IMAGE)
 
 
