@@ -23,7 +23,6 @@ LITERAL = "_tensor_constant"  # how AOTAutograd's names of literals begin
 DYNAMO = "torch._dynamo"
 """The import done by a process's first compilation: a second of a core. Import it once before forking many processes."""
 
-
 _Compiler = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
 
 
@@ -108,10 +107,8 @@ def shape_env_of(gm: GraphModule) -> Any | None:
         val = node.meta.get("val", node.meta.get("example_value"))
         if isinstance(val, torch.SymInt):
             return val.node.shape_env
-        if isinstance(val, torch.Tensor) and is_fake(val):
-            env = fake_mode_of(val).shape_env
-            if env is not None:
-                return env
+        if isinstance(val, torch.Tensor) and is_fake(val) and (env := fake_mode_of(val).shape_env) is not None:
+            return env
     return None
 
 
@@ -120,9 +117,11 @@ def assumed_sizes(gm: GraphModule) -> str:
     if (env := shape_env_of(gm)) is None:
         return ""
     ranges = sorted(f"{symbol} in {r.lower}..{r.upper}" for symbol, r in env.var_to_range.items())
-    guards = sorted(str(g.expr) for g in env.guards)
-    later = sorted(str(a.expr) for found in env.deferred_runtime_asserts.values() for a in found)
-    return "\n".join([*ranges, *guards, *later])
+    later = (a for found in env.deferred_runtime_asserts.values() for a in found)
+    return "\n".join([*ranges, *(text for kind in (env.guards, later) for text in sorted(_spelled(g.expr) for g in kind))])
+
+
+_spelled = functools.lru_cache(1 << 14)(str)  # every graph of a model names the same guards, and sympy's printer is slow
 
 
 def is_fake(t: object) -> bool:
@@ -141,11 +140,15 @@ _BOUNDS: WeakKeyDictionary[Any, dict[Any, tuple[Any, ...]]] = WeakKeyDictionary(
 """By ShapeEnv and expression: the bounds, and the symbol ranges that they were derived from."""
 
 
+def expression_of(size: torch.SymInt) -> Any:
+    """The sympy expression of a symbolic size."""
+    return size.node.expr
+
+
 def symbol_of(size: torch.SymInt) -> tuple[Any, int, int, int | None]:
     """(sympy expression, hint, lower bound, upper bound or None) of a symbolic size."""
     node = size.node
-    size_hint = node.hint
-    env = node.shape_env
+    size_hint, env = node.hint, node.shape_env
     if isinstance(size_hint, torch.SymInt) or (env is None and type(size_hint) is not int):
         size_hint = None  # a nested tensor's ragged dimension stands only for itself; its hint is not a number
     lo, hi = (0, None) if env is None else _bounds(env, node.expr)
@@ -174,9 +177,7 @@ def traced_size(size: Any) -> int | None:
 
 def settled_size(size: Any) -> Any:
     """A size, as a number if guards have fixed its symbol."""
-    if not isinstance(size, torch.SymInt):
-        return size
-    number = size.node.maybe_as_int()
+    number = size.node.maybe_as_int() if isinstance(size, torch.SymInt) else None
     return size if number is None else number
 
 
@@ -396,7 +397,7 @@ def sizes_settled(gm: GraphModule) -> Iterator[list[str]]:
     assumed += [str(g.expr) for g in env.guards[before:]]
 
 
-class SizesAssumed(Exception):
+class SizesAssumed(ValueError):
     """Work on a graph with fixed guards would hold only for some of its sizes."""
 
 

@@ -30,6 +30,11 @@ def _small_image(old: Any) -> Any:
     return IMAGE if isinstance(old, int) else type(old)([IMAGE] * len(old))
 
 
+def _small_features(old: list[list[int]]) -> list[list[int]]:
+    """Sides of a backbone's features, which Segment Anything's configurations give for images of 1024."""
+    return [[side * IMAGE // 1024 for side in sides] for sides in old]
+
+
 def _rules(table: Mapping[str, Callable[[Any], Any]]) -> tuple[Rule, ...]:
     return tuple((re.compile(pattern), value) for pattern, value in table.items())
 
@@ -87,7 +92,7 @@ GEOMETRIES: tuple[tuple[str, Mapping[str, Any]], ...] = (
     ("small", {}),
     ("small, positions in sections", {"rope_parameters": _in_sections}),
     ("small, as many heads for keys as for queries", {"num_key_value_heads": HEADS}),
-    ("shallow, small images", {"image_size": _small_image}),
+    ("shallow, small images", {"image_size": _small_image, "backbone_feature_sizes": _small_features}),
     ("shallow", {}),
     (AS_WHOLE, {}),
 )

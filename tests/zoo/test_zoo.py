@@ -108,9 +108,10 @@ def drawn(scale: float, tensors: int) -> Iterator[Any]:
         yield [[*(scale * ours)]], [[*eagers]], exact
 
 
-def test_a_geometry_that_keeps_widths_has_small_images_too() -> None:
+@pytest.mark.parametrize("model", ["sam2", "sam2_vision_model"])
+def test_a_geometry_that_keeps_widths_has_small_images_too(model: str) -> None:
     """Stages of SAM 2 fit together in their own widths only; with its images of 1024 pixels, eager alone trains for minutes."""
-    images = catalog.build("transformers/sam2_vision_model").inputs["pixel_values"]
+    images = catalog.build(f"transformers/{model}").inputs["pixel_values"]
     assert images.shape[-2:] == (geometry.IMAGE, geometry.IMAGE)
 
 
@@ -125,6 +126,35 @@ def test_one_of_many_tensors_is_not_wrong_by_chance() -> None:
     first = [*itertools.islice(draws, judge.DRAWS - 1)]
     assert any(judge._suspected(first, (0, n), "fp32") for n in range(1000))
     assert judge._typical(itertools.chain(first, draws), "fp32") == ""
+
+
+def codes(flipped: float, moved: int = 0) -> Iterator[Any]:
+    """Draws of 100 codes: ours, eager's and the exact ones. Rounding flips a share of ours and 5% of eager's; ours has `moved`
+    wrong codes at fixed places besides."""
+    while True:
+        exact = torch.randint(9, (100,))
+        ours, eager = ((exact + (torch.rand(100) < share)).long() for share in (flipped, 0.05))
+        ours[:moved] = exact[:moved] + 1
+        yield [[ours]], [[eager]], [[exact]]
+
+
+@pytest.mark.parametrize(
+    ("flipped", "moved", "why"),
+    [(0.05, 0, ""), (0.5, 0, "integers are wrong"), (0.0, 1, "1 integers are wrong in every draw")],
+    ids=["as eager's", "too many", "a wrong index"],
+)
+def test_codes_may_flip_where_rounding_flips_eagers(flipped: float, moved: int, why: str) -> None:
+    torch.manual_seed(0)
+    found = judge._typical(codes(flipped, moved), "bf16")
+    assert why in found and bool(why) == bool(found)
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0], ids=["eager's are exact", "eager's are random"])
+def test_codes_that_rounding_does_not_flip_are_eagers(share: float) -> None:
+    exact = torch.zeros(100, dtype=torch.long)
+    eager = (torch.arange(100) < 100 * share).long()
+    draws = itertools.repeat(([[2 * torch.ones_like(exact)]], [[eager]], [[exact]]))
+    assert "differ from eager's" in judge._typical(iter(draws), "bf16")
 
 
 def test_eager_alone_is_never_called_wrong() -> None:

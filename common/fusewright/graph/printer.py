@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
 from fusewright import ops
-from fusewright.graph.spec import device_text, size, value_of
+from fusewright.graph.spec import device_text, extent, value_of
 from fusewright.graph.view import is_op, qualified_name, source_line
 from fusewright.interface import HOST
+from fusewright.sizes.expr import Extent
 from fusewright.storage import lazy
 
 SHORT = {
@@ -29,25 +30,26 @@ def type_text(val: Any) -> str:
     """Format the type of a value: `f32[2,3]`, with `{strides}` if not contiguous, `~neg` (etc.) if lazy, and `@device` if not
     on the host."""
     if isinstance(val, torch.Tensor):
-        text = f"{dtype_name(val.dtype)}[{','.join(str(size(s)) for s in val.shape)}]"
-        if val.layout is torch.strided and not _is_contiguous(val):
-            text += "{" + ",".join(str(size(s)) for s in val.stride()) + "}"
+        shape = [*map(extent, val.shape)]
+        text = f"{dtype_name(val.dtype)}[{','.join(map(str, shape))}]"
+        if val.layout is torch.strided and not _is_contiguous(shape, stride := [*map(extent, val.stride())]):
+            text += "{" + ",".join(map(str, stride)) + "}"
         text = f"{text}~{found}" if (found := lazy(val)) else text
         device = device_text(val.device).removesuffix(":0")
         return text if device == HOST else f"{text}@{device}"
     if isinstance(val, torch.SymInt):
-        return f"sym({size(val)})"
+        return f"sym({extent(val)})"
     if isinstance(val, tuple | list):
         return "(" + ", ".join(type_text(v) for v in val) + ")"
     return "none" if val is None else type(val).__name__
 
 
-def _is_contiguous(t: torch.Tensor) -> bool:
-    expected: Any = 1
-    for n, s in zip(reversed(t.shape), reversed(t.stride()), strict=True):
-        if str(size(n)) != "1" and str(size(s)) != str(size(expected)):
+def _is_contiguous(shape: Sequence[Extent], stride: Sequence[Extent]) -> bool:
+    expected: Extent = 1
+    for n, s in zip(reversed(shape), reversed(stride), strict=True):
+        if n != 1 and s != expected:
             return False
-        expected = expected * n
+        expected = n * expected
     return True
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -35,6 +37,17 @@ def fake_like(
         )
 
 
+def contiguous_like(val: torch.Tensor, sizes: Sequence[Any]) -> torch.Tensor:
+    """Return a contiguous FakeTensor like `val` of other sizes, without a question about them."""
+    with compat.fake_mode_of(val):
+        return torch.empty_strided(sizes, _dense(sizes), dtype=val.dtype, device=val.device)
+
+
+def _dense(sizes: Sequence[Any]) -> tuple[Any, ...]:
+    """Strides of a contiguous tensor."""
+    return tuple(itertools.accumulate(reversed(sizes[1:]), operator.mul, initial=1))[::-1]
+
+
 def mend(graph: Graph, node: Node, actual: torch.Tensor) -> None:
     """Give `node` the dtype, strides and device of its actual result, and update its users.
 
@@ -62,10 +75,8 @@ def _ordered(val: torch.Tensor, actual: torch.Tensor) -> tuple[int, ...]:
     dims = sorted(range(actual.dim()), key=lambda d: actual.stride(d), reverse=True)
     if not actual.permute(dims).is_contiguous():
         raise ValueError(f"strides {actual.stride()} of {tuple(actual.shape)} do not follow from symbolic sizes")
-    step, stride = 1, [1] * len(dims)
-    for d in reversed(dims):
-        stride[d], step = step, step * val.shape[d]
-    return tuple(stride)
+    stride = dict(zip(dims, _dense([val.shape[d] for d in dims]), strict=True))
+    return tuple(stride[d] for d in range(len(dims)))
 
 
 def mend_item(graph: Graph, node: Node, position: int, actual: torch.Tensor) -> None:
@@ -114,7 +125,11 @@ def downstream(graph: Graph, changed: Node) -> None:
             continue
         if node.target is _VIEW and not _viewable(*node.args):
             node.target = torch.ops.aten.reshape.default
-        before, after = value_of(node), infer(node)
+        before = value_of(node)
+        try:
+            after = infer(node)
+        except compat.SizesAssumed:  # guards are fixed: what was traced stays, and the first run tells whether it is true
+            continue
         node.meta["val"] = after = _sized(before, after) if names_sizes(node) else after
         if _kind(before) != _kind(after):
             stale.add(node)
@@ -129,7 +144,7 @@ def _viewable(of: Any, sizes: Any) -> bool:
             with compat.without_modes():
                 _VIEW(torch.empty_strided(spec.shape, spec.stride, device="meta"), sizes)  # type: ignore[arg-type]
         else:
-            with compat.fake_mode_of(value_of(of)):
+            with compat.fake_mode_of(value_of(of)), compat.assuming_nothing(value_of(of)):
                 _VIEW(value_of(of), sizes)
     except (RuntimeError, ValueError):
         return False
@@ -146,16 +161,26 @@ def _sized(before: Any, after: Any) -> Any:
 
 
 def infer(node: Node) -> Any:
-    """Compute a node's result from the metadata of its inputs."""
+    """Compute a node's result from the metadata of its inputs; `SizesAssumed` if it depends on more than what is known of sizes."""
     args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), value_of)
     if node.target is operator.getitem:
         return operator.getitem(*args)
     fakes = [value_of(n) for n in node.all_input_nodes if isinstance(value_of(n), torch.Tensor)]
-    with compat.fake_mode_of(fakes[0]) if fakes else nullcontext():
+    with _settled(fakes[0] if fakes else None):
         val = node.target(*args, **kwargs)  # type: ignore[operator]
         row = ops.find(node.target) if compat.is_overload(node.target) else None
         row = row if row is not None and row.target is node.target else None
         return as_eager(row, args, kwargs, typed(row, args, kwargs, val))
+
+
+@contextmanager
+def _settled(fake: torch.Tensor | None) -> Iterator[None]:
+    """A context for recomputing metadata once guards are fixed."""
+    if fake is None:
+        yield
+        return
+    with compat.fake_mode_of(fake), compat.assuming_nothing(fake):
+        yield
 
 
 def typed(row: ops.Op | None, args: Any, kwargs: Any, val: Any) -> Any:

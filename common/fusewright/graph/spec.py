@@ -9,6 +9,7 @@ from torch.fx import Node
 
 from fusewright import _torch_compat as compat
 from fusewright.interface import HOST, Dim, Size, TensorSpec
+from fusewright.sizes.expr import Extent
 from fusewright.sizes.traced import from_sympy
 
 
@@ -19,6 +20,11 @@ def size(s: int | torch.SymInt) -> Size:
     expr, seen, lo, hi = compat.symbol_of(s)
     found = from_sympy(expr)
     return found if isinstance(found, int) else Dim(found, seen, lo, hi)
+
+
+def extent(s: int | torch.SymInt) -> Extent:
+    """Convert a size to an int or a formula. Without bounds and hint, and so cheaper than `size`."""
+    return s if isinstance(s, int) else from_sympy(compat.expression_of(s))
 
 
 def tensor_spec(t: torch.Tensor, const: bool = False) -> TensorSpec:

@@ -60,7 +60,8 @@ READER = _Nodes()
 
 @dataclass(frozen=True)
 class Rule:
-    """`doc` states the rule's algebra. `build(rewriter, node, env)` returns the replacement of the matched node."""
+    """`doc` states the rule's algebra. `build(rewriter, node, env)` returns the replacement of the matched node. It changes no
+    other node before its last `rewriter.call`, which may raise `SizesAssumed`."""
 
     id: str
     pattern: P
@@ -96,7 +97,7 @@ class Rewriter:
     def _infer(self, node: Node) -> Any:
         vals = torch.fx.node.map_arg((node.args, node.kwargs), value_of)
         tensors = [value_of(n) for n in node.all_input_nodes if isinstance(value_of(n), torch.Tensor)]
-        with compat.fake_mode_of(tensors[0]):
+        with compat.fake_mode_of(tensors[0]), compat.assuming_nothing(tensors[0]):
             return node.target(*vals[0], **vals[1])  # type: ignore[operator]
 
     def run(self, rules: Sequence[Rule]) -> Counter[str]:
@@ -119,8 +120,11 @@ class Rewriter:
             env: dict[str, Any] = {}
             if not match(rule.pattern, node, env):
                 continue
-            with self.graph.inserting_before(node):
-                new = rule.build(self, node, env)
+            try:
+                with self.graph.inserting_before(node):
+                    new = rule.build(self, node, env)
+            except compat.SizesAssumed:  # the result is known for some sizes only; what was made is dead code
+                continue
             if new is None or new is node:
                 continue
             self.log.hit(rule.id)

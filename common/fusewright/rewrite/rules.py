@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch.fx import Node
 
 from fusewright import _torch_compat as compat
 from fusewright import ops
+from fusewright.graph.retrace import contiguous_like
 from fusewright.graph.spec import value_of
 from fusewright.graph.view import is_projection
 from fusewright.rewrite.engine import READER, Env, Rewriter, Rule, p
@@ -56,16 +58,19 @@ def _linear_view(r: Rewriter, node: Node, env: Env) -> Node | None:
     if not _same(_shape(x), wanted):
         if not isinstance(wanted[-1], int):  # a call needs a node that computes it, and there may be none
             return None
-        x = _view_of(r, x, [*rows, wanted[-1]], node)
+        x = _view_of(r, x, [*rows, wanted[-1]], wanted, node)
     return r.call("linear", (x, *linear.args[1:]), like=node)
 
 
-def _view_of(r: Rewriter, x: Node, shape: list[Any], before: Node) -> Node:
-    """Return a view of `x`: a sibling's, if there is one."""
+def _view_of(r: Rewriter, x: Node, shape: list[Any], sizes: Sequence[Any], before: Node) -> Node:
+    """Return a view of a contiguous tensor: a sibling's, if there is one. `sizes` are those of the view; tracing one between
+    symbolic sizes would ask which divide which."""
     for user in x.users:
         if READER.name(user) == "view" and user < before and list(user.args[1]) == shape:  # type: ignore[arg-type]
             return user
-    return r.call("view", (x, shape))
+    made = r.call("view", (x, shape), like=x)
+    made.meta["val"] = contiguous_like(value_of(x), sizes)
+    return made
 
 
 def _contiguous(x: Node) -> bool:

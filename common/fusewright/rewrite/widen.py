@@ -101,7 +101,7 @@ def _widened(r: Rewriter, node: Node, wide: torch.dtype) -> bool:
         return False
     with r.graph.inserting_before(node):
         narrow = [n for n in _floating(node) if spec.value_of(n).dtype is not wide]
-        static = all(spec.tensor_spec(spec.value_of(n)).static for n in narrow)
+        static = all(spec.tensor_spec(spec.value_of(n)).static for n in _floating(node))
         casts = {n: _cast(r, n, wide, static) for n in narrow}
         args, kwargs = map_arg((node.args, dict(node.kwargs)), lambda n: casts.get(n, n))
         made = r.call(row.name, args, like=None if static else node, kwargs=kwargs)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import TypeAlias
 
 from fusewright.sizes.functions import FUNCTIONS
@@ -338,6 +339,7 @@ def product(sizes: Iterable[Extent]) -> Extent:
 # ---------------------------------------------------------------- text
 
 
+@lru_cache(4096)
 def _text(e: SizeExpr) -> str:
     """Format as torch does: higher powers first, numbers last."""
     if e.atom is not None:

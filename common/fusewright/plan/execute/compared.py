@@ -26,6 +26,7 @@ import torch
 from torch.fx import Graph, GraphModule
 
 from fusewright.cache import store
+from fusewright.graph.spec import extent
 from fusewright.interface import HOST, Phase
 from fusewright.plan.execute.shadow import Eager, TooLong, Unfit, why_not
 from fusewright.plan.ir import Run
@@ -372,9 +373,16 @@ def text_of(graph: Graph) -> str:
 
 def _metadata(value: Any) -> str:
     if isinstance(value, torch.Tensor):
-        stride = tuple(value.stride()) if value.layout is torch.strided else value.layout
-        return f"{value.dtype} {tuple(value.shape)} {stride} {value.device}"
+        stride = _sizes(value.stride()) if value.layout is torch.strided else value.layout
+        return f"{value.dtype} {_sizes(value.shape)} {stride} {value.device}"
+    if isinstance(value, torch.SymInt):
+        return str(extent(value))
     return str([_metadata(v) for v in value]) if isinstance(value, tuple | list) else str(value)
+
+
+def _sizes(sizes: Sequence[int | torch.SymInt]) -> str:
+    """Write sizes; torch's own text of a formula is an order of magnitude slower."""
+    return f"({', '.join(str(extent(s)) for s in sizes)})"
 
 
 def classes(graph: Graph) -> Callable[[list[Any]], Hashable] | None:
