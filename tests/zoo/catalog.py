@@ -91,10 +91,11 @@ def accepted(config: Any, largest: float, length: int = inputs.LENGTH, batch: in
     or what the model's class raises."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 
-    causal = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     base = MODEL_MAPPING[type(config)]
-    cls = causal if causal is not None and isinstance(config, causal.config_class) else base
-    module = _module(cls, _part_for(cls, config), largest)
+    try:
+        module = _module(MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), base), config, largest)
+    except AttributeError:  # of some, the causal or even the base model takes a part of the configuration
+        module = _module(base, _part_for(base, config), largest)
     said = []
     for given in inputs.candidates(module, length, batch):
         try:
