@@ -401,34 +401,31 @@ class SizesAssumed(ValueError):
     """Work on a graph with fixed guards would hold only for some of its sizes."""
 
 
+@contextlib.contextmanager
+def assuming_nothing(fake: Any) -> Iterator[None]:
+    """A context for tracing with FakeTensors of a graph whose guards are fixed. Raises `SizesAssumed` where that would add a
+    guard."""
+    env = fake_mode_of(fake).shape_env
+    if env is None or "_check_frozen" in vars(env):
+        yield
+        return
+
+    def refuse(expr: Any, value: Any) -> None:
+        raise SizesAssumed(f"{expr} is {value}")
+
+    told = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+    told.addFilter(_refused_guard)
+    env._check_frozen = refuse  # every torch asks it before it adds a guard; answers by exceptions are not remembered
+    try:
+        yield
+    finally:
+        del env._check_frozen
+        told.removeFilter(_refused_guard)
+
+
 def _refused_guard(record: logging.LogRecord) -> bool:
     """A filter for torch's log messages about guards that are refused on purpose."""
     return not str(record.msg).startswith("failed during evaluate_expr")
-
-
-@contextlib.contextmanager
-def assuming_nothing(fake: Any) -> Iterator[None]:
-    """A context for tracing with FakeTensors of a graph whose guards are fixed. Raises `SizesAssumed` if that would add a
-    guard."""
-    env = fake_mode_of(fake).shape_env
-    if env is None:
-        yield
-        return
-    before = len(env.guards)
-    held = getattr(env, "error_on_new_guards", contextlib.nullcontext)  # older torch detects it only afterwards
-    told = logging.getLogger("torch.fx.experimental.symbolic_shapes")
-    told.addFilter(_refused_guard)
-    try:
-        with held():
-            yield
-    except RuntimeError as e:
-        if type(e).__name__ != "_ShapeEnvGuardError":
-            raise
-        raise SizesAssumed(str(e)) from e
-    finally:
-        told.removeFilter(_refused_guard)
-    if env.guards[before:]:
-        raise SizesAssumed(", ".join(str(g.expr) for g in env.guards[before:]))
 
 
 def dispatch_mode(handler: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -64,3 +65,16 @@ def test_mended_strides_change_no_guards() -> None:
     guards = len(env.guards)
     retrace.mend(gm.graph, next(iter(gm.graph.nodes)), torch.empty(12, 9, 8).transpose(0, 1))
     assert len(env.guards) == guards, env.guards[guards:]
+
+
+def test_a_question_about_sizes_is_refused_each_time() -> None:
+    """Torch remembers its answers: one that it had given the first time would be given without a guard the second."""
+    graph, env = traced()
+    image = next(n.meta["val"] for n in graph.nodes if n.op == "placeholder")
+    guards = len(env.guards)
+    for _ in range(2):
+        with pytest.raises(compat.SizesAssumed), compat.assuming_nothing(image):
+            bool(image.shape[0] * image.shape[1] > 17)
+    with compat.assuming_nothing(image):
+        assert image.shape[0] > 1, "which its guards say"
+    assert len(env.guards) == guards
