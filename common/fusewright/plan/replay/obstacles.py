@@ -29,8 +29,9 @@ _ASYNCHRONOUS = ("c10d_functional", "_c10d_functional", "_c10d_functional_autogr
 
 
 def obstacle(plan: Plan, device: str, training: bool = False) -> str | None:
-    """Why a plan cannot be recorded on devices of this type, or None, decided from the plan alone. Training draws random
-    numbers as recordings do, from the device's own generator, and its results are checked elsewhere."""
+    """Why a plan cannot be recorded on devices of this type, or None, decided from the plan alone. Of `training`, results are
+    checked elsewhere, and nothing runs beside a recording. Recordings draw random numbers from the device's own generator, as
+    eager does."""
     beside = frozenset() if training else drawn_on_host(plan, device)
     instructions = [i for k, i in enumerate(plan.instructions) if k not in beside]
     if len(instructions) < FEWEST:
