@@ -185,7 +185,7 @@ EXAMPLES: dict[str, Callable[[], tuple[Any, ...]]] = {
     "split_rows": lambda: (total(1 << 17, 4),),
     "split_columns": lambda: (norm(),),
     "split_scan": lambda: (counted(),),
-    "division for replay": lambda: (divided(), {}),
+    "division for replay": lambda: (divided(), {}, "cuda"),
     "pieces between collectives": lambda: (divided(), {}),
 }
 """Arguments for passes that verify themselves; the others run when a model is compiled."""
