@@ -176,7 +176,7 @@ def test_the_newest_verdict_counts_unless_it_says_nothing() -> None:
 
 def test_parts_of_a_detector_are_made_from_what_the_detector_sets() -> None:
     """The class of a backbone's configuration has no default for its name or for the stages that are read."""
-    pytest.importorskip("timm")
+    pytest.importorskip("timm", reason="timm is optional; runs with it: pip install timm torchvision --no-deps")
     config: Any = catalog.build("transformers/detr").module.config
     backbone = config.backbone_config
     assert (backbone.backbone, list(backbone.out_indices)) == ("resnet18", [1, 2, 3, 4])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from fusewright import _torch_compat as compat
 from fusewright import ops
 from fusewright.errors import FusewrightError, nearest
 from fusewright.graph.printer import SHORT
+from fusewright.graph.spec import contiguous_strides
 from fusewright.interface import HOST
 
 
@@ -128,7 +129,7 @@ class _Reader:
         dtype, rest = _until(text, "[")
         shape, rest = _until(rest, "]")
         sizes = [self.symbols.size(s) for s in _split(shape)]
-        strides = [self.symbols.size(s) for s in _split(rest[1:-1])] if rest else _contiguous(sizes)
+        strides = [self.symbols.size(s) for s in _split(rest[1:-1])] if rest else contiguous_strides(sizes)
         if len(strides) != len(sizes):
             raise ValueError(f"{text} has {len(sizes)} sizes but {len(strides)} strides")
         fake = compat.fake_tensor(self.mode, sizes, strides, _dtype(dtype), device or HOST)
@@ -140,15 +141,6 @@ def _dtype(name: str) -> torch.dtype:
     if not isinstance(found, torch.dtype):
         raise ValueError(f"there is no dtype {name!r}; {nearest(name, _DTYPES)}")
     return found
-
-
-def _contiguous(sizes: Sequence[Any]) -> list[Any]:
-    strides: list[Any] = []
-    step: Any = 1
-    for s in reversed(sizes):
-        strides.append(step)
-        step = step * s
-    return strides[::-1]
 
 
 def _function(name: str) -> Callable[..., Any]:

@@ -9,7 +9,7 @@ import torch
 from torch.fx import Graph, Node
 
 from fusewright import ops
-from fusewright.graph.spec import device_text, extent, value_of
+from fusewright.graph.spec import contiguous_strides, device_text, extent, value_of
 from fusewright.graph.view import is_op, qualified_name, source_line
 from fusewright.interface import HOST
 from fusewright.sizes.expr import Extent
@@ -45,12 +45,7 @@ def type_text(val: Any) -> str:
 
 
 def _is_contiguous(shape: Sequence[Extent], stride: Sequence[Extent]) -> bool:
-    expected: Extent = 1
-    for n, s in zip(reversed(shape), reversed(stride), strict=True):
-        if n != 1 and s != expected:
-            return False
-        expected = n * expected
-    return True
+    return all(n == 1 or s == e for n, s, e in zip(shape, stride, contiguous_strides(shape), strict=True))
 
 
 def _arg(a: Any, number: dict[Node, int]) -> str:

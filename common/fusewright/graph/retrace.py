@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import operator
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ from torch.fx import Graph, Node
 from fusewright import _torch_compat as compat
 from fusewright import ops
 from fusewright.graph.effects import names_sizes
-from fusewright.graph.spec import size, tensor_spec, value_of
+from fusewright.graph.spec import contiguous_strides, size, tensor_spec, value_of
 from fusewright.ops import strides
 
 __all__ = ["alike", "downstream", "fake_like", "infer", "mend", "mend_item", "value_of"]
@@ -40,12 +39,7 @@ def fake_like(
 def contiguous_like(val: torch.Tensor, sizes: Sequence[Any]) -> torch.Tensor:
     """Return a contiguous FakeTensor like `val` of other sizes, without a question about them."""
     with compat.fake_mode_of(val):
-        return torch.empty_strided(sizes, _dense(sizes), dtype=val.dtype, device=val.device)
-
-
-def _dense(sizes: Sequence[Any]) -> tuple[Any, ...]:
-    """Strides of a contiguous tensor."""
-    return tuple(itertools.accumulate(reversed(sizes[1:]), operator.mul, initial=1))[::-1]
+        return torch.empty_strided(sizes, contiguous_strides(sizes), dtype=val.dtype, device=val.device)
 
 
 def mend(graph: Graph, node: Node, actual: torch.Tensor) -> None:
@@ -75,7 +69,7 @@ def _ordered(val: torch.Tensor, actual: torch.Tensor) -> tuple[int, ...]:
     dims = sorted(range(actual.dim()), key=lambda d: actual.stride(d), reverse=True)
     if not actual.permute(dims).is_contiguous():
         raise ValueError(f"strides {actual.stride()} of {tuple(actual.shape)} do not follow from symbolic sizes")
-    stride = dict(zip(dims, _dense([val.shape[d] for d in dims]), strict=True))
+    stride = dict(zip(dims, contiguous_strides([val.shape[d] for d in dims]), strict=True))
     return tuple(stride[d] for d in range(len(dims)))
 
 

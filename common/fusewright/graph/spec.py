@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,6 +26,14 @@ def size(s: int | torch.SymInt) -> Size:
 def extent(s: int | torch.SymInt) -> Extent:
     """Convert a size to an int or a formula. Without bounds and hint, and so cheaper than `size`."""
     return s if isinstance(s, int) else from_sympy(compat.expression_of(s))
+
+
+def contiguous_strides(sizes: Sequence[Any]) -> tuple[Any, ...]:
+    """The strides of a contiguous tensor, of numbers, formulas or symbolic sizes; the latter are asked nothing."""
+    strides: list[Any] = [1]
+    for n in reversed(sizes[1:]):
+        strides.append(n * strides[-1])
+    return tuple(reversed(strides)) if sizes else ()
 
 
 def tensor_spec(t: torch.Tensor, const: bool = False) -> TensorSpec:

@@ -105,13 +105,14 @@ def drawn_on_host(plan: Plan, device: str) -> frozenset[int]:
     if device == HOST:
         return frozenset()
     calls = {k: i for k, i in enumerate(plan.instructions) if isinstance(i, Call) and _on_host(i, plan)}
-    while True:
+    while any(map(says_it_draws, calls.values())):
         made = {o for i in calls.values() for o in i.outs}
         others = {r for k, i in enumerate(plan.instructions) if k not in calls for r in reads(i)}
         kept = {k: i for k, i in calls.items() if set(reads(i)) <= made and not others.intersection(i.outs)}
         if len(kept) == len(calls):
-            return frozenset(calls) if any(map(says_it_draws, calls.values())) else frozenset()
+            return frozenset(calls)
         calls = kept
+    return frozenset()
 
 
 def _on_host(i: Call, plan: Plan) -> bool:
