@@ -18,7 +18,7 @@ import torch
 
 from fusewright.sizes.expr import SizeExpr, symbol
 
-INTERFACE: tuple[int, int] = (1, 8)
+INTERFACE: tuple[int, int] = (1, 9)
 """(major, minor) of this interface. Minor versions only add members with defaults."""
 
 OPSET = 1
@@ -414,6 +414,20 @@ class CopyingRecorder(Recorder, Protocol):
         positions `inputs` into the given buffers first, and copies what `returned` selects of the results of `run` into fresh
         memory, which it returns; all are dense tensors of the current device. It does nothing and returns None where it cannot.
         None: this recorder has no such recordings here."""
+        ...
+
+
+@runtime_checkable
+class WritingRecorder(CopyingRecorder, Protocol):
+    """A copying recorder whose recordings also write results where each call allocates them. Since interface 1.9."""
+
+    def record_written(
+        self, run: Callable[[], Sequence[torch.Tensor]], warm: bool, shared: Any, inputs: Mapping[int, torch.Tensor],
+        returned: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]],
+        written: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]],
+    ) -> tuple[Sequence[torch.Tensor], Callable[[list[Any]], Sequence[torch.Tensor] | None]] | None:  # fmt: skip
+        """Record `run` like `record_with_copies`, and then `written`, which makes dense tensors of the results of `run`. The replay
+        allocates those and has them written there; it returns them before the copies. None: this is not possible here."""
         ...
 
 

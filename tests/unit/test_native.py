@@ -217,10 +217,12 @@ def test_plans_give_the_same_and_are_shown_the_same(dynamic: bool, monkeypatch: 
 
 
 class FakeGraph:
-    """A driver with one graph of copies of 16 bytes of parameters each: source and target. It runs in this process's memory."""
+    """A driver with one graph of copies of 16 bytes of parameters each, source and target, and of kernels that store a word at two
+    addresses. It runs in this process's memory."""
 
     def __init__(self) -> None:
         self.nodes: dict[int, tuple[int, int, int]] = {}
+        self.stores: dict[int, tuple[int, ...]] = {}
         self.updates, self.refused = 0, 0
         self.memory: list[torch.Tensor] = []
 
@@ -231,15 +233,28 @@ class FakeGraph:
                 self.nodes[node] = (source, target, self.nodes[node][2])
             return self.refused
 
+        def update_kernel(graph: int, node: int, parameters: int) -> int:
+            array = (ctypes.c_void_p * 3).from_address(ctypes.c_uint64.from_address(parameters + 8).value)
+            assert not (array[0] or 0) % 64, "descriptors are aligned"
+            self.updates += 1
+            if not self.refused:
+                self.stores[node] = tuple(ctypes.c_int64.from_address(a or 0).value for a in array)
+            return self.refused
+
         def launch(graph: int, stream: int) -> int:
             for source, target, count in self.nodes.values():
                 ctypes.memmove(target, source, count)
+            for word, *targets in self.stores.values():
+                for target in targets:
+                    ctypes.c_int64.from_address(target).value = word
             return 0 if (graph, stream) == (5, 77) else 700
 
-        self.kept = (ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_uint64] * 4)(update),
-                     ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_uint64] * 2)(launch))  # fmt: skip
-        update_at, launch_at = (ctypes.cast(f, ctypes.c_void_p).value or 0 for f in self.kept)
-        self.handles = (launch_at, update_at, 5, 6)
+        self.kept = [
+            ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_uint64] * count)(f)
+            for f, count in ((launch, 2), (update, 4), (update_kernel, 3))
+        ]
+        launch_at, copy_at, kernel_at = (ctypes.cast(f, ctypes.c_void_p).value or 0 for f in self.kept)
+        self.handles = (launch_at, copy_at, kernel_at, 5, 6)
 
     def copy(self, inner: torch.Tensor, outer: int) -> native.CopyNode:
         """A node in which each call sets the source (outer = 0) or the target (8)."""
@@ -287,6 +302,31 @@ def test_an_empty_tensor_needs_no_node(graph: Any) -> None:
     none = native.CopyNode(0, bytes(16), 8)
     run = native.graph_replay(graph.driver.handles, 0, {}, [(none, torch.empty(0, 3))])
     assert run is not None and [r.shape for r in run([]) or ()] == [(0, 3)] and not graph.driver.updates
+
+
+def storing(word: int, *patches: tuple[int, int, int]) -> native.KernelNode:
+    """A kernel that stores `word` where its second and its third argument say, 64 bytes apart."""
+    arguments = struct.pack("q56xq56xq", word, 0, 0)
+    return native.KernelNode(9, bytes(24), 8, arguments, (0, 64, 128), patches)
+
+
+def test_kernels_write_results_where_each_call_allocates_them(graph: Any) -> None:
+    """The second word of the first result, and the only one of the second."""
+    results = [(native.WRITTEN, torch.empty(n, dtype=torch.int64)) for n in (2, 1)]
+    run = native.graph_replay(graph.driver.handles, 0, {}, results, [storing(41, (64, 0, 8), (128, 1, 0))])
+    assert run is not None
+    held = [run([]) or [] for _ in range(3)]
+    assert [[t.tolist() for t in r] for r in held] == [[[7, 41], [41]]] * 3 and graph.driver.updates == 3
+    graph.driver.refused = 1
+    assert run([]) is None
+    graph.driver.refused = 0
+    assert [t.tolist() for t in run([]) or ()] == [[7, 41], [41]]  # refused arguments are given again
+
+
+@pytest.mark.parametrize("wrong", [(132, 0, 0), (64, 1, 0)], ids=["beyond the arguments", "of no result"])
+def test_a_patch_outside_is_refused(graph: Any, wrong: tuple[int, int, int]) -> None:
+    with pytest.raises(IndexError):
+        native.graph_replay(graph.driver.handles, 0, {}, [(native.WRITTEN, torch.empty(2))], [storing(1, wrong)])
 
 
 def test_a_replay_does_nothing_on_another_device_or_with_a_refused_address(graph: Any) -> None:

@@ -54,21 +54,39 @@ class CopyNode:
     offset: int
 
 
+@dataclass(frozen=True)
+class KernelNode:
+    """A kernel of a driver's graph that writes results of each call: its node; the node's parameters, and where in them the address
+    of the array of arguments lies; the arguments' bytes, and where in these each begins. `patches`: where the arguments hold an
+    address, the number of the result it is in, and the distance from its start."""
+
+    node: int
+    parameters: bytes
+    pointer_at: int
+    arguments: bytes
+    places: tuple[int, ...]
+    patches: tuple[tuple[int, int, int], ...]
+
+
+WRITTEN = CopyNode(0, bytes(8), 0)
+"""For a result that kernels write: there is nothing to copy."""
+
+
 def graph_replay(
-    graph: tuple[int, int, int, int], device: int, inputs: Mapping[int, CopyNode],
-    results: Sequence[tuple[CopyNode, torch.Tensor]],
+    graph: tuple[int, int, int, int, int], device: int, inputs: Mapping[int, CopyNode],
+    results: Sequence[tuple[CopyNode, torch.Tensor]], kernels: Sequence[KernelNode] = (),
 ) -> Callable[[list[Any]], list[torch.Tensor] | None] | None:  # fmt: skip
     """A call of an instantiated graph that takes a list of arguments, copies those at the positions `inputs`, and returns tensors
-    like those in `results`, filled by the graph. It does nothing and returns None if another device is current or an address is
-    refused. `graph` holds the addresses of cuGraphLaunch and cuGraphExecMemcpyNodeSetParams, the graph and its context. None
-    without the extension. See `replay.h` of the extension."""
+    like those in `results`, filled by the graph's copies or its `kernels`. It does nothing and returns None if another device is
+    current or an address is refused. `graph` holds the addresses of cuGraphLaunch, cuGraphExecMemcpyNodeSetParams and
+    cuGraphExecKernelNodeSetParams, the graph and its context. None without the extension. See `replay.h` of the extension."""
     core = extension()
     if core is None:
         return None
     copied = [(k, astuple(c)) for k, c in inputs.items()]
     returned = [(astuple(c), tuple(t.shape), t.stride(), t.dtype) for c, t in results]
     made: Callable[[list[Any]], list[torch.Tensor] | None] = core.replay(
-        graph, device, _current_device(core), copied, returned
+        graph, device, _current_device(core), copied, returned, list(map(astuple, kernels))
     )
     return made
 

@@ -56,15 +56,20 @@ PYBIND11_MODULE(_core, m) {
   using Node = std::tuple<std::uintptr_t, py::bytes, std::size_t>;
   using Copied = std::vector<std::pair<Py_ssize_t, Node>>;
   using Returned = std::vector<std::tuple<Node, py::object, py::object, py::object>>;
-  m.def("replay", [](std::tuple<std::uintptr_t, std::uintptr_t, std::uintptr_t, std::uintptr_t> graph, std::int64_t device,
-                     const CurrentDevice& current, const Copied& copied, const Returned& returned) {
+  using Arguments = std::tuple<std::uintptr_t, py::bytes, std::size_t, py::bytes, std::vector<std::size_t>, std::vector<Patch>>;
+  using Handles = std::tuple<std::uintptr_t, std::uintptr_t, std::uintptr_t, std::uintptr_t, std::uintptr_t>;
+  m.def("replay", [](const Handles& graph, std::int64_t device, const CurrentDevice& current, const Copied& copied,
+                     const Returned& returned, const std::vector<Arguments>& written) {
     auto node = [](const Node& n) { return CopyNode{std::get<0>(n), std::get<1>(n), std::get<2>(n)}; };
     std::vector<Input> inputs;
     for (const auto& [place, n] : copied) inputs.push_back({place, node(n)});
     std::vector<Result> results;
     for (const auto& [n, size, stride, dtype] : returned) results.push_back({node(n), size.ptr(), stride.ptr(), dtype.ptr()});
-    auto [launch, update, handle, context] = graph;
-    return callable(replay({launch, update, handle, context}, device, current, std::move(inputs), std::move(results)));
+    std::vector<KernelNode> kernels;
+    for (const auto& [n, parameters, pointer_at, arguments, places, patches] : written)
+      kernels.push_back({n, parameters, pointer_at, arguments, places, patches});
+    auto [launch, copy, kernel, handle, context] = graph;
+    return callable(replay({launch, copy, kernel, handle, context}, device, current, std::move(inputs), std::move(results), kernels));
   });
   m.def("watch", [](const py::object& arguments, const std::vector<Py_ssize_t>& places, const std::vector<Py_ssize_t>& moving) {
     return callable(watch(arguments.ptr(), places, moving));

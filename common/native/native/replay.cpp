@@ -9,19 +9,69 @@ namespace fusewright::native {
 namespace {
 
 using Launch = int (*)(void*, void*);
-using Update = int (*)(void*, void*, const void*, void*);
+using UpdateCopy = int (*)(void*, void*, const void*, void*);
+using UpdateKernel = int (*)(void*, void*, const void*);
 
-void check(const CopyNode& c) {
-  if (c.offset + sizeof(std::int64_t) > c.parameters.size()) throw std::out_of_range("no address lies there");
+constexpr std::size_t ALIGNED = 128;  // of arguments: tensor descriptors ask for 64
+
+void check(std::size_t at, std::size_t size) {
+  if (at > size || sizeof(std::int64_t) > size - at) throw std::out_of_range("no address lies there");
 }
+
+// A `KernelNode` whose parameters point to its own copy of the arguments.
+class Kernel {
+ public:
+  Kernel(const KernelNode& k, std::size_t results) : node_(k.node), parameters_(k.parameters), patches_(k.patches) {
+    check(k.pointer_at, parameters_.size());
+    for (std::size_t place : k.places)
+      if (place >= k.arguments.size()) throw std::out_of_range("no argument begins there");
+    for (auto [at, result, delta] : patches_) {
+      check(at, k.arguments.size());
+      if (result >= results) throw std::out_of_range("no such result");
+    }
+    memory_.resize(k.arguments.size() + ALIGNED);
+    arguments_ = memory_.data() + (-reinterpret_cast<std::uintptr_t>(memory_.data()) & (ALIGNED - 1));
+    std::memcpy(arguments_, k.arguments.data(), k.arguments.size());
+    for (std::size_t place : k.places) pointers_.push_back(arguments_ + place);
+    void* array = pointers_.data();
+    std::memcpy(&parameters_[k.pointer_at], &array, sizeof array);
+  }
+  Kernel(const Kernel&) = delete;
+  Kernel& operator=(const Kernel&) = delete;
+
+  // Whether the kernel has these addresses at the graph's next launch.
+  bool set(const Graph& graph, const std::int64_t* addresses) {
+    for (auto [at, result, delta] : patches_) {
+      std::int64_t before, now = addresses[result] + delta;
+      std::memcpy(&before, arguments_ + at, sizeof before);
+      std::memcpy(arguments_ + at, &now, sizeof now);
+      current_ = current_ && before == now;
+    }
+    if (!current_)
+      current_ = !reinterpret_cast<UpdateKernel>(graph.kernel)(reinterpret_cast<void*>(graph.handle),
+                                                               reinterpret_cast<void*>(node_), parameters_.data());
+    return current_;
+  }
+
+ private:
+  std::uintptr_t node_;
+  std::string parameters_;
+  std::vector<Patch> patches_;
+  std::vector<char> memory_;
+  char* arguments_;
+  std::vector<void*> pointers_;
+  bool current_ = true;  // whether the driver has the arguments as they are
+};
 
 class Replay : public Body {
  public:
   Replay(const Graph& graph, std::int64_t device, const CurrentDevice& current, std::vector<Input> inputs,
-         std::vector<Result> results)
-      : graph_(graph), device_(device), current_(current), inputs_(std::move(inputs)), results_(std::move(results)) {
-    for (const Input& i : inputs_) check(i.copy);
-    for (const Result& r : results_) check(r.copy);
+         std::vector<Result> results, const std::vector<KernelNode>& kernels)
+      : graph_(graph), device_(device), current_(current), inputs_(std::move(inputs)), results_(std::move(results)),
+        addresses_(results_.size()) {
+    for (const Input& i : inputs_) check(i.copy.offset, i.copy.parameters.size());
+    for (const Result& r : results_) check(r.copy.offset, r.copy.parameters.size());
+    for (const KernelNode& k : kernels) kernels_.push_back(std::make_unique<Kernel>(k, results_.size()));
     for (const Result& r : results_) Py_INCREF(r.size), Py_INCREF(r.stride), Py_INCREF(r.dtype);
   }
   ~Replay() override {
@@ -39,8 +89,9 @@ class Replay : public Body {
       if (!copy_in(i, args[0], &good)) return nullptr;
     PyObject* made = PyList_New(static_cast<Py_ssize_t>(results_.size()));
     for (std::size_t k = 0; made && k < results_.size(); ++k)
-      if (!copy_out(results_[k], made, static_cast<Py_ssize_t>(k), &good)) Py_CLEAR(made);
+      if (!allocate(k, made, &good)) Py_CLEAR(made);
     if (!made) return nullptr;
+    for (std::size_t k = 0; good && k < kernels_.size(); ++k) good = kernels_[k]->set(graph_, addresses_.data());
     if (!good) return Py_DECREF(made), Py_NewRef(Py_None);
     return launch(stream) ? made : (Py_DECREF(made), nullptr);
   }
@@ -54,13 +105,13 @@ class Replay : public Body {
     return true;
   }
 
-  bool copy_out(Result& r, PyObject* made, Py_ssize_t k, bool* good) const {
+  bool allocate(std::size_t k, PyObject* made, bool* good) {
+    Result& r = results_[k];
     PyObject* tensor = current_.empty(r.size, r.stride, r.dtype);
-    std::int64_t to;
     if (!tensor) return false;
-    PyList_SET_ITEM(made, k, tensor);
-    if (!raw_address_of(tensor, &to)) return false;
-    *good = *good && set(r.copy, to);
+    PyList_SET_ITEM(made, static_cast<Py_ssize_t>(k), tensor);
+    if (!raw_address_of(tensor, &addresses_[k])) return false;
+    *good = *good && set(r.copy, addresses_[k]);
     return true;
   }
 
@@ -70,7 +121,7 @@ class Replay : public Body {
     std::memcpy(&before, &c.parameters[c.offset], sizeof before);
     if (!c.node || before == address) return true;
     std::memcpy(&c.parameters[c.offset], &address, sizeof address);
-    if (!reinterpret_cast<Update>(graph_.update)(reinterpret_cast<void*>(graph_.handle), reinterpret_cast<void*>(c.node),
+    if (!reinterpret_cast<UpdateCopy>(graph_.copy)(reinterpret_cast<void*>(graph_.handle), reinterpret_cast<void*>(c.node),
                                                  c.parameters.data(), reinterpret_cast<void*>(graph_.context)))
       return true;
     std::memset(&c.parameters[c.offset], 0, sizeof address);  // whatever it has now
@@ -91,13 +142,15 @@ class Replay : public Body {
   CurrentDevice current_;
   std::vector<Input> inputs_;
   std::vector<Result> results_;
+  std::vector<std::int64_t> addresses_;  // of the results of a call
+  std::vector<std::unique_ptr<Kernel>> kernels_;
 };
 
 }  // namespace
 
 std::unique_ptr<Body> replay(const Graph& graph, std::int64_t device, const CurrentDevice& current, std::vector<Input> inputs,
-                             std::vector<Result> results) {
-  return std::make_unique<Replay>(graph, device, current, std::move(inputs), std::move(results));
+                             std::vector<Result> results, const std::vector<KernelNode>& kernels) {
+  return std::make_unique<Replay>(graph, device, current, std::move(inputs), std::move(results), kernels);
 }
 
 }  // namespace fusewright::native

@@ -1,9 +1,11 @@
-// One call of a graph of a device's driver that copies the call's inputs into its own memory and its results into fresh memory.
+// One call of a graph of a device's driver that copies the call's inputs into its own memory, and copies or writes its results into
+// fresh memory.
 #pragma once
 
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "call.h"
@@ -11,10 +13,10 @@
 
 namespace fusewright::native {
 
-// An instantiated graph. `launch` is cuGraphLaunch; `update` is cuGraphExecMemcpyNodeSetParams, which takes the graph, a node, the
-// node's parameters and `context`.
+// An instantiated graph. `launch` is cuGraphLaunch; `copy` is cuGraphExecMemcpyNodeSetParams, which takes the graph, a node, the
+// node's parameters and `context`; `kernel` is cuGraphExecKernelNodeSetParams, which takes the first three.
 struct Graph {
-  std::uintptr_t launch, update, handle, context;
+  std::uintptr_t launch, copy, kernel, handle, context;
 };
 
 // A copy that the graph makes: its node (0 for an empty tensor, which needs none), the parameters, and where in them the
@@ -30,13 +32,28 @@ struct Input {
   CopyNode copy;
 };
 
+// A result that the graph copies out, or that its kernels write (the copy's node is 0).
 struct Result {
   CopyNode copy;
   PyObject *size, *stride, *dtype;
 };
 
+// An address in a kernel's arguments: where they hold it, which result it is in, and how far from its start.
+using Patch = std::tuple<std::size_t, std::size_t, std::int64_t>;
+
+// A kernel with addresses of results among its arguments: its node; the node's parameters, and where in them the address of the
+// array of arguments lies; the arguments' bytes, and where in these each argument begins.
+struct KernelNode {
+  std::uintptr_t node;
+  std::string parameters;
+  std::size_t pointer_at;
+  std::string arguments;
+  std::vector<std::size_t> places;
+  std::vector<Patch> patches;
+};
+
 // call(arguments): a list of the results; None, with nothing done, if another device is current or the driver refuses an address.
 std::unique_ptr<Body> replay(const Graph& graph, std::int64_t device, const CurrentDevice& current, std::vector<Input> inputs,
-                             std::vector<Result> results);
+                             std::vector<Result> results, const std::vector<KernelNode>& kernels);
 
 }  // namespace fusewright::native

@@ -38,10 +38,12 @@ def copy_out(results: Sequence[torch.Tensor]) -> list[tuple[CopyNode, torch.Tens
     return [(_copy(t, _Memcpy.target.offset), t) for t in results]
 
 
-def functions() -> tuple[int, int]:
-    """Return the addresses of the driver's functions that launch a graph and set a copy."""
+def functions() -> tuple[int, int, int]:
+    """Return the addresses of the driver's functions that launch a graph, set a copy and set a kernel's arguments."""
     d = driver("cuda")
-    return d.address("cuGraphLaunch"), d.address("cuGraphExecMemcpyNodeSetParams")
+    names = "cuGraphLaunch", "cuGraphExecMemcpyNodeSetParams", "cuGraphExecKernelNodeSetParams_v2"
+    launch, copy, kernel = map(d.address, names)
+    return launch, copy, kernel
 
 
 def context() -> int:
@@ -59,10 +61,10 @@ def _copy(inner: torch.Tensor, outer: int) -> CopyNode:
         return CopyNode(0, bytes(ctypes.sizeof(_Memcpy)), outer)
     scratch = torch.empty(count, dtype=torch.uint8, device=inner.device)  # in the graph's pool, and never read or written
     to, source = (inner, scratch) if outer == _Memcpy.source.offset else (scratch, inner)
-    d, stream = driver("cuda"), ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+    d, stream = driver("cuda"), torch.cuda.current_stream().cuda_stream
     addresses = (ctypes.c_uint64(t.data_ptr()) for t in (to, source))
-    d.call("capture a copy", d.lib.cuMemcpyDtoDAsync_v2, *addresses, ctypes.c_size_t(count), stream)
-    node = ctypes.c_void_p(_last(stream))
+    d.call("capture a copy", d.lib.cuMemcpyDtoDAsync_v2, *addresses, ctypes.c_size_t(count), ctypes.c_void_p(stream))
+    node = ctypes.c_void_p(last_node(stream))
     made = _Memcpy()
     d.call("read a copy", d.lib.cuGraphMemcpyNodeGetParams, node, ctypes.byref(made))
     if (made.target, made.source) != (to.data_ptr(), source.data_ptr()):
@@ -70,15 +72,15 @@ def _copy(inner: torch.Tensor, outer: int) -> CopyNode:
     return CopyNode(node.value or 0, bytes(made), outer)
 
 
-def _last(stream: ctypes.c_void_p) -> int:
-    """Return the node that a stream's capture has just added."""
+def last_node(stream: int) -> int:
+    """Return the node that a stream's capture has just added; 0 if it is empty."""
     status, identity, graph, count = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_void_p(), ctypes.c_size_t()
     nodes = ctypes.POINTER(ctypes.c_void_p)()
     d = driver("cuda")
     d.call(
-        "find a captured copy", d.lib.cuStreamGetCaptureInfo_v2, stream, ctypes.byref(status), ctypes.byref(identity),
-        ctypes.byref(graph), ctypes.byref(nodes), ctypes.byref(count),
+        "find what was captured", d.lib.cuStreamGetCaptureInfo_v2, ctypes.c_void_p(stream), ctypes.byref(status),
+        ctypes.byref(identity), ctypes.byref(graph), ctypes.byref(nodes), ctypes.byref(count),
     )  # fmt: skip
-    if count.value != 1:
-        raise DriverError(f"a captured copy is followed by {count.value} nodes")
-    return int(nodes[0] or 0)
+    if count.value > 1:
+        raise DriverError(f"a capture ends with {count.value} nodes side by side")
+    return int(nodes[0] or 0) if count.value else 0

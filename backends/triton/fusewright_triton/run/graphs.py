@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from fusewright import machine
 from fusewright.plan import native
-from fusewright_triton.run import graph_copies, memsets
+from fusewright_triton.run import graph_copies, graph_kernels, memsets
+from fusewright_triton.run.driver import DriverError
 from fusewright_triton.run.launch import Errors, errors
 from fusewright_triton.run.streams import Pool, side_of
+
+log = logging.getLogger("fusewright")
+
+Recording: TypeAlias = tuple[Sequence[torch.Tensor], Callable[[list[Any]], Sequence[torch.Tensor] | None]]
+"""Results, and a replay from a list of arguments."""
 
 REPEATS = 10
 """Calls of a candidate that are timed together."""
@@ -67,24 +74,65 @@ class Graphs:
     def record_with_copies(
         self, run: Callable[[], Sequence[torch.Tensor]], warm: bool, shared: bool, inputs: Mapping[int, torch.Tensor],
         returned: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]],
-    ) -> tuple[Sequence[torch.Tensor], Callable[[list[Any]], Sequence[torch.Tensor] | None]] | None:  # fmt: skip
+    ) -> Recording | None:  # fmt: skip
         """See `CopyingRecorder.record_with_copies`. Torch's own replay would set the state of random numbers too."""
+        return self._recorded(run, warm, shared, inputs, returned, lambda results: ())
+
+    def record_written(
+        self, run: Callable[[], Sequence[torch.Tensor]], warm: bool, shared: bool, inputs: Mapping[int, torch.Tensor],
+        returned: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]],
+        written: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]],
+    ) -> Recording | None:  # fmt: skip
+        """See `WritingRecorder.record_written`."""
+        try:
+            return self._recorded(run, warm, shared, inputs, returned, written)
+        except (graph_kernels.Unknown, DriverError) as e:
+            log.info("large results are not written by a recording: %s", e)
+            return None
+
+    def _recorded(
+        self, run: Callable[[], Sequence[torch.Tensor]], warm: bool, shared: bool, inputs: Mapping[int, torch.Tensor],
+        returned: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]],
+        written: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]],
+    ) -> Recording | None:  # fmt: skip
         if torch.version.hip is not None or native.extension() is None:
             return None
         copied: dict[int, native.CopyNode] = {}
         made: list[tuple[native.CopyNode, torch.Tensor]] = []
+        large: list[torch.Tensor] = []
+        kernels: list[graph_kernels.Captured] = []
 
         def copying() -> Sequence[torch.Tensor]:
             copied.update(graph_copies.copy_in(inputs))
             results = run()
             made[:] = graph_copies.copy_out(returned(results))
+            before = graph_kernels.here()
+            large[:] = written(results)
+            kernels[:] = graph_kernels.captured_since(before) if large else []
             return results
 
-        graph, results = self._captured(copying, warm, shared, warming=run)
+        pool = side_of(torch.cuda.current_stream()).pool if shared else Pool()
+        graph, results = self._captured(copying, warm, pool, warming=lambda: written(run()))
+        nodes = self._naming(large, kernels, lambda: written(results), pool) if large else []
         handles = (*graph_copies.functions(), graph.raw_cuda_graph_exec(), graph_copies.context())
-        call = native.graph_replay(handles, torch.cuda.current_device(), copied, made)
+        kept = [t for _, t in made]
+        made = [*[(native.WRITTEN, t) for t in large], *made]  # `nodes` count from the first
+        call = native.graph_replay(handles, torch.cuda.current_device(), copied, made, nodes)
         assert call is not None
-        return results, functools.partial(_again, (graph, inputs, made), errors(), call)
+        return results, functools.partial(_again, (graph, inputs, kept), errors(), call)
+
+    def _naming(
+        self, results: Sequence[torch.Tensor], kernels: Sequence[graph_kernels.Captured],
+        again: Callable[[], Sequence[torch.Tensor]], pool: Pool,
+    ) -> list[native.KernelNode]:  # fmt: skip
+        """Return the nodes that name `results`, found by a capture of what made them that is thrown away."""
+        moved: list[torch.Tensor] = []
+        others: list[graph_kernels.Captured] = []
+        side = side_of(torch.cuda.current_stream())
+        with side.beside(torch.cuda.current_stream()), side.capturing(torch.cuda.CUDAGraph(keep_graph=True), pool=pool.handle()):
+            moved[:] = again()
+            others[:] = graph_kernels.captured_since(0)
+        return graph_kernels.naming(results, kernels, moved, others)
 
     def _captured(
         self, run: Callable[[], Sequence[torch.Tensor]], warm: bool, shared: bool | Pool,

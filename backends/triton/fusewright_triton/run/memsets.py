@@ -78,7 +78,7 @@ class Memset(ctypes.Structure):
     )  # fmt: skip
 
 
-class _Kernel(ctypes.Structure):
+class KernelParameters(ctypes.Structure):
     """CUDA_KERNEL_NODE_PARAMS_v2."""
 
     _fields_ = (
@@ -112,6 +112,16 @@ def _fill(device: int) -> int:
         return 0
 
 
+def listed(name: str, of: int) -> list[int]:
+    """Return the items that a driver function lists; it is first asked for their number."""
+    d, count = driver("cuda"), ctypes.c_size_t()
+    d.call(name, getattr(d.lib, name), ctypes.c_void_p(of), None, ctypes.byref(count))
+    found = (ctypes.c_void_p * max(count.value, 1))()
+    if count.value:
+        d.call(name, getattr(d.lib, name), ctypes.c_void_p(of), found, ctypes.byref(count))
+    return [int(h or 0) for h in found[: count.value]]
+
+
 class _Graph:
     """A CUgraph that is not yet instantiated."""
 
@@ -121,15 +131,6 @@ class _Graph:
     def call(self, name: str, *args: Any) -> None:
         d = driver("cuda")
         d.call(name, getattr(d.lib, name), *args)
-
-    def listed(self, name: str, of: ctypes.c_void_p) -> list[int]:
-        """Return the items that a driver function lists; it is first asked for their number."""
-        count = ctypes.c_size_t()
-        self.call(name, of, None, ctypes.byref(count))
-        found = (ctypes.c_void_p * max(count.value, 1))()
-        if count.value:
-            self.call(name, of, found, ctypes.byref(count))
-        return [int(h or 0) for h in found[: count.value]]
 
     def replaced(self, handle: int) -> bool:
         """Replace a memset node by a kernel; return whether the node was one."""
@@ -141,7 +142,7 @@ class _Graph:
         found = words_of(memset)
         if found is None:
             return False
-        before, after = (self.listed(f"cuGraphNodeGet{what}", node) for what in ("Dependencies", "DependentNodes"))
+        before, after = (listed(f"cuGraphNodeGet{what}", handle) for what in ("Dependencies", "DependentNodes"))
         new = self.added(memset.start, *found, before)
         if after:
             sources, targets = [int(new.value or 0)] * len(after), after
@@ -156,7 +157,7 @@ class _Graph:
         arguments = (ctypes.c_uint64(start), ctypes.c_uint32(word), ctypes.c_uint32(words))
         addresses = _array([ctypes.addressof(a) for a in arguments])
         grid, block = dims(words)
-        launch = _Kernel(self.fill, grid, block, 0, ctypes.cast(addresses, ctypes.c_void_p))
+        launch = KernelParameters(self.fill, grid, block, 0, ctypes.cast(addresses, ctypes.c_void_p))
         new = ctypes.c_void_p()
         count = ctypes.c_size_t(len(before))
         self.call(
@@ -176,4 +177,4 @@ def as_kernels(graph: int, device: int) -> int:
     if not fill:
         return 0
     g = _Graph(graph, fill)
-    return sum(map(g.replaced, g.listed("cuGraphGetNodes", g.handle)))
+    return sum(map(g.replaced, listed("cuGraphGetNodes", graph)))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
-from fusewright.interface import CopyingRecorder, Recorder
+from fusewright.interface import CopyingRecorder, Recorder, WritingRecorder
 from fusewright.storage import lazy
 
 MOST = 8
@@ -77,6 +78,29 @@ def record_with_copies(
             return results, lambda args: None if call(args) is None else copy_out()
     results, replay = recorder.record(run, warm=warm) if shared else recorder.record(run, warm=warm, shared=False)
     return results, around(copy_in, replay, copier_out(returned(results)))
+
+
+def record_written(
+    recorder: Recorder, run: Callable[[], Sequence[torch.Tensor]], copy_in: CopiesIn,
+    returned: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]],
+    written: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]], *, warm: bool, shared: bool,
+) -> Call | None:  # fmt: skip
+    """Record `run` and then `written`, which makes more results of its results. The call writes those into fresh memory, and
+    returns them before the copies of what `returned` selects. None if the recorder cannot do this; then nothing is recorded."""
+    if not isinstance(recorder, WritingRecorder) or copy_in.lazy or not _simple(list(copy_in.buffers.values()), recorder):
+        return None
+    simple = True
+
+    def checked(select: Callable[[Any], Sequence[torch.Tensor]], results: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        nonlocal simple
+        selected = select(results)
+        simple = simple and _simple(selected, recorder)
+        return selected if simple else ()
+
+    made = recorder.record_written(
+        run, warm, shared, copy_in.buffers, partial(checked, returned), partial(checked, written)
+    )
+    return made[1] if made is not None and simple else None
 
 
 def around(copy_in: CopiesIn, replay: Callable[[], None], copy_out: Callable[[], list[torch.Tensor]]) -> Call:

@@ -6,8 +6,8 @@ A backend supplies a `Recorder` (`fusewright.interface`); this module decides wh
   prepared again, the plan is recorded again; if that keeps happening, replay is given up.
 - Other inputs are copied into buffers of the recording.
 - Random numbers are drawn anew by every replay, as eager draws them; such plans are neither warmed up nor measured.
-- Results belong to the caller. Large ones are made in fresh memory by the last few instructions, which run after the replay;
-  small ones are copied out. So a result that the caller keeps is never overwritten.
+- Results belong to the caller. Small ones are copied out. Large ones are made in fresh memory by the last few instructions: by the
+  replay, if the recorder can give it their addresses, or after it. So a result that the caller keeps is never overwritten.
 
 Plans that cannot be recorded, or are slower that way, run as the plain plan; the report says why. Plans that communicate are
 recorded in pieces (`pieces`), whatever their time: other processes cannot know it.
@@ -29,7 +29,7 @@ from fusewright.plan.execute.opaque import mismatch
 from fusewright.plan.execute.prepare import Prepared, picker, watch
 from fusewright.plan.ir import Instruction, Ref, Run, reads
 from fusewright.plan.memory import roots_of, storage_bytes
-from fusewright.plan.replay.copies import Call, CopiesIn, around, copier_out, record_with_copies
+from fusewright.plan.replay.copies import Call, CopiesIn, around, copier_out, record_with_copies, record_written
 from fusewright.plan.replay.obstacles import (
     FEWEST,
     communicates,
@@ -49,6 +49,10 @@ from fusewright.plan.verify import PLAN
 LARGE = 1 << 20
 """Bytes from which a result is made in fresh memory after the replay instead of being copied out."""
 
+MOST_WRITTEN = 32 << 20
+"""Bytes of large results up to which the replay writes them: recording it takes as much memory twice, and makers of larger ones
+take longer than the host."""
+
 MOST_LATE = 8
 """Maximum number of instructions after the replay, for large results."""
 
@@ -67,7 +71,8 @@ SLOWER = 1.03
 
 @dataclass(frozen=True)
 class Parts:
-    """A plan in two parts: `head` is recorded and returns `kept`, `tail` (or None) runs after it.
+    """A plan in two parts: `head` is recorded and returns `kept`, `tail` (or None) runs after it, or is recorded too if it
+    `may_write` its results where the call allocates them.
 
     The head takes the plan's inputs, then the results of `prepare`. The tail takes the inputs at `tail_places`, then
     `tail_rest`: ids of results of `prepare` and of values kept by the head. `copied` are the positions of inputs that are
@@ -84,6 +89,7 @@ class Parts:
     early: tuple[int, ...]
     tail_places: tuple[int, ...]
     tail_rest: tuple[int, ...]
+    may_write: bool
 
 
 def divide(plan: Plan, device: str) -> Parts:
@@ -109,14 +115,16 @@ def divide(plan: Plan, device: str) -> Parts:
         inputs = (*[plan.inputs[k] for k in tail_places], *tail_rest)
         outputs = tuple(plan.outputs[k] for k in positions)
         tail = replace(part, inputs=inputs, outputs=outputs, instructions=last)
-    read = {r for i in first for r in reads(i)}
+    large = sum(storage_bytes(plan.specs[results[k]]) for k in positions)
+    may_write = bool(positions) and not beside and large <= MOST_WRITTEN
+    read = {r for i in first for r in reads(i)} | (wanted_late if may_write else set())
     written = written_inputs(plan)
     used = [k for k, i in enumerate(plan.inputs) if i in read]
     fixed = tuple(k for k in used if plan.specs[plan.inputs[k]].const or plan.inputs[k] in written)
     copied = tuple(k for k in used if k not in fixed)
     late_places = {k: n for n, k in enumerate(positions)}
     early = tuple(r for r in results.values() if r not in made_late)
-    return Parts(head, tail, kept, copied, fixed, late_places, early, tail_places, tail_rest)
+    return Parts(head, tail, kept, copied, fixed, late_places, early, tail_places, tail_rest, may_write)
 
 
 DIVIDE = Pass(
@@ -172,13 +180,13 @@ def _dependents(instructions: Sequence[Instruction], values: set[int]) -> set[in
 @dataclass
 class _Recording:
     """One recording. `same` tells whether arguments that it reads in place have not moved, and weights that constants were prepared
-    from have not changed; `rest` are the tail's inputs other than arguments."""
+    from have not changed; `rest` are the tail's inputs other than arguments, None if the tail is recorded too."""
 
     stream: Hashable
     same: Callable[[list[Any]], bool]
     prepared: Prepared | None
     call: Call
-    rest: Sequence[torch.Tensor]
+    rest: Sequence[torch.Tensor] | None
     uses: int = 0
 
 
@@ -236,8 +244,8 @@ class Replayed(Recorded[_Recording]):
         r.uses += 1
         if self._all_early:
             return tuple(made)
-        late = self._tail([*[args[k] for k in self.parts.tail_places], *r.rest]) if self._tail is not None else ()
-        early = iter(made)
+        late = self._late_results(r, args, made)
+        early = iter(made if r.rest is not None else made[len(late) :])
         results = []
         for k, o in enumerate(self.plan.outputs):
             if k in self.parts.late:
@@ -247,6 +255,11 @@ class Replayed(Recorded[_Recording]):
             else:
                 results.append(next(early) if isinstance(o, Ref) else o)
         return tuple(results)
+
+    def _late_results(self, r: _Recording, args: list[Any], made: Sequence[torch.Tensor]) -> Sequence[Any]:
+        if r.rest is None:
+            return made[: len(self.parts.late)]
+        return self._tail([*[args[k] for k in self.parts.tail_places], *r.rest]) if self._tail is not None else ()
 
     def _recorded(self, key: tuple[Hashable, ...], args: list[Any], prepared: Prepared | None) -> _Recording | None:
         """Make a recording for `key`; None if replay is given up, or for the first call of a plan that is not warmed up: it loads
@@ -275,7 +288,8 @@ class Replayed(Recorded[_Recording]):
             self._give_up(f"recording failed: {str(e).splitlines()[0]}")
             return None
         self._recordings[key] = made
-        self.tell(f"replayed, {len(self.parts.head.instructions)} of {len(self.plan.instructions)} instructions")
+        part = self.plan if made.rest is None else self.parts.head
+        self.tell(f"replayed, {len(part.instructions)} of {len(self.plan.instructions)} instructions")
         return made
 
     def _worse(self, made: _Recording, args: list[Any]) -> str:
@@ -303,24 +317,42 @@ class Replayed(Recorded[_Recording]):
             copy_in = CopiesIn(args, self.parts.copied)
             given, by_id = [*copy_in.given(args), *constants], dict(zip(self.plan.prepare_outputs, constants, strict=True))
 
-            def returned(kept: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-                by_id.update(zip(self.parts.kept, kept, strict=True))
-                return [by_id[v] for v in self.parts.early]
-
-            if self._pieces is not None:
-                kept, replay = self._pieces.record(self.recorder, given, shared=True)
-                call = around(copy_in, replay, copier_out(returned(kept)))
-            else:  # a warm-up runs the head, so skip it if that would write into inputs or draw
-                _, call = record_with_copies(
-                    self.recorder, lambda: self._head(list(given)), copy_in, returned,
-                    warm=not self._once, shared=True, draws=self._draws,
-                )  # fmt: skip
+            call, written = self._recorded_call(copy_in, given, by_id)
         if self._once and any(mismatch(by_id[v], self.plan.specs[v]) for v in self.parts.early):
             raise RuntimeError(OTHER_TENSORS)
-        rest = [by_id[v] for v in self.parts.tail_rest]
+        rest = None if written else [by_id[v] for v in self.parts.tail_rest]
         weights = self._weights if prepared is not None else ()
         same = watch(args, weights, set(self.parts.fixed).difference(weights))
         return _Recording(stream, same, prepared, shown(call, self.plan), rest)
+
+    def _recorded_call(self, copy_in: CopiesIn, given: list[Any], by_id: dict[int, Any]) -> tuple[Call, bool]:
+        """Record the head, and add the values that it keeps to `by_id`. Return the call, and whether it runs the tail too."""
+
+        def head() -> Sequence[torch.Tensor]:
+            kept: Sequence[torch.Tensor] = self._head(list(given))
+            return kept
+
+        def returned(kept: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            by_id.update(zip(self.parts.kept, kept, strict=True))
+            return [by_id[v] for v in self.parts.early]
+
+        def late(kept: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+            assert self._tail is not None
+            by_id.update(zip(self.parts.kept, kept, strict=True))
+            places, rest = self.parts.tail_places, self.parts.tail_rest
+            made: Sequence[torch.Tensor] = self._tail([*[given[k] for k in places], *[by_id[v] for v in rest]])
+            return made
+
+        warm = not self._once  # a warm-up runs the head, so skip it if that would write into inputs or draw
+        if self._pieces is not None:
+            kept, replay = self._pieces.record(self.recorder, given, shared=True)
+            return around(copy_in, replay, copier_out(returned(kept))), False
+        if self.parts.may_write and not self._draws:
+            call = record_written(self.recorder, head, copy_in, returned, late, warm=warm, shared=True)
+            if call is not None:
+                return call, True
+        how = {"warm": warm, "shared": True, "draws": self._draws}
+        return record_with_copies(self.recorder, head, copy_in, returned, **how)[1], False
 
     def _give_up(self, why: str) -> None:
         super()._give_up(why)

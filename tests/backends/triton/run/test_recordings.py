@@ -166,3 +166,34 @@ def test_an_inference_plan_that_draws_is_replayed_with_eagers_numbers() -> None:
             torch.manual_seed(seed)
             torch.testing.assert_close((fast(x), torch.rand(3, device="cuda"), torch.rand(3)), wanted, rtol=1e-2, atol=1e-3)
     assert [r.replay[:8] for r in reports] == ["replayed"]
+
+
+LARGE_RESULTS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "product of a library": lambda y: y,
+    "handwritten product": torch.nn.functional.gelu,
+    "loop kernel": lambda y: y.float().softmax(-1),
+    "two, of which one reads the other": lambda y: (y, y.float() * 2, y[:4, :8] + 1),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("last", LARGE_RESULTS.values(), ids=LARGE_RESULTS)
+@torch.no_grad()
+def test_a_recording_writes_large_results_to_fresh_memory(last: Callable[[torch.Tensor], Any], dtype: torch.dtype) -> None:
+    layers = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.LayerNorm(64), torch.nn.GELU()) for _ in range(3)]
+    model = torch.nn.Sequential(*layers, torch.nn.Linear(64, 2048)).to("cuda", dtype)
+
+    def f(x: torch.Tensor) -> Any:
+        return last(model(x))
+
+    fast, kept = compiled(f), []
+    with recording() as reports:
+        for k in range(8):
+            x = torch.randn(512, 64, device="cuda", dtype=dtype)
+            kept.append((x, fast(x)))
+            held = torch.empty(k << 20, device="cuda")  # the next results lie elsewhere
+    del held
+    for x, found in kept:
+        torch.testing.assert_close(found, f(x), rtol=2e-2, atol=2e-2)
+    said = reports[0].replay.split()
+    assert said[0] == "replayed," and (torch.version.hip or said[1] == said[3]), reports[0].replay

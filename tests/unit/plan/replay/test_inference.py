@@ -95,6 +95,29 @@ class Small(torch.nn.Module):
         return x
 
 
+class Writing(Recorder):
+    """A fake recorder that also writes results where a call allocates them, unless it `refuses`."""
+
+    refuses = False
+
+    def record_with_copies(self, *_: Any) -> None:
+        return None
+
+    def record_written(self, run: Any, warm: bool, shared: Any, inputs: Any, returned: Any, written: Any) -> Any:
+        if self.refuses:
+            return None
+        results, again = self.record(run, warm)
+        small, large = returned(results), written(results)
+
+        def call(args: list[Any]) -> list[torch.Tensor]:
+            for k, buffer in inputs.items():
+                buffer.copy_(args[k])
+            again()
+            return [*written(results), *(t.clone() for t in small)]
+
+        return (results, call) if large else None
+
+
 class Running(Recorder):
     """Like a real recorder, it runs what it measures."""
 
@@ -547,3 +570,43 @@ def test_a_constant_scalar_that_changes_is_recorded_anew() -> None:
                 module.scale.fill_(9.0)
             torch.testing.assert_close(fast(x), module(x))
     assert recorder.recorded == 2 and recorder.replays >= 2
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+@torch.no_grad()
+def test_large_results_are_written_by_the_recording_beside_small_ones(refuses: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the order of the plan's results, of which the middle one is small. The last input is read by the tail alone."""
+    monkeypatch.setattr(inference, "LARGE", 1 << 12)
+    made = Writing()
+    made.refuses = refuses
+    model = Small()
+
+    def f(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        small = model(x)
+        large = small.sum() + y
+        return large.sin(), small, large @ y
+
+    fast, kept = compiled(f, made), []
+    with recording() as reports:
+        for _ in range(4):
+            x, y = torch.randn(4, 8), torch.randn(64, 64)
+            kept.append((fast(x, y), f(x, y)))
+    for found, wanted in kept:
+        torch.testing.assert_close(found, wanted)
+    assert made.recorded == 1 and made.replays >= 3
+    said = reports[0].replay.split()
+    assert (said[1] == said[3]) is not refuses, reports[0].replay
+
+
+@torch.no_grad()
+def test_results_that_are_too_large_to_record_twice_are_made_after_the_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inference, "LARGE", 1 << 12)
+    monkeypatch.setattr(inference, "MOST_WRITTEN", 1 << 13)
+    made, model = Writing(), Small()
+    fast = compiled(lambda x, y: model(x).sum() + y, made)
+    with recording() as reports:
+        for _ in range(3):
+            x, y = torch.randn(4, 8), torch.randn(64, 64)
+            torch.testing.assert_close(fast(x, y), model(x).sum() + y)
+    said = reports[0].replay.split()
+    assert said[0] == "replayed," and said[1] != said[3]
