@@ -722,16 +722,17 @@ def clear_workspaces() -> None:
     torch._C._cuda_clearCublasWorkspaces()
 
 
-def tensor_queries() -> tuple[int, int, int]:
+def tensor_queries() -> tuple[int, int, int, list[int]]:
     """Torch's functions for a tensor's address and version, by address: `int aoti_torch_get_data_ptr(at::Tensor*, void**)` and
-    `int64_t at::TensorBase::_version() const`; then the offset in a Python tensor of its `at::Tensor`, a pointer that `_cdata` is
-    too. Zeros where they are missing or differ from what Python says."""
+    `int64_t at::TensorBase::_version() const`; the offset in a Python tensor of its `at::Tensor`, a pointer that `_cdata` is too;
+    functions like the first for its layout. Zeros where they are missing or differ from what Python says."""
     name = {"win32": "torch_cpu.dll", "darwin": "libtorch_cpu.dylib"}.get(sys.platform, "libtorch_cpu.so")
     try:
         lib = ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", name))
         address, version = lib.aoti_torch_get_data_ptr, lib._ZNK2at10TensorBase8_versionEv
+        layout = [getattr(lib, f"aoti_torch_get_{name}") for name in ("dim", "sizes", "strides", "dtype", "device_index")]
     except (OSError, AttributeError):
-        return 0, 0, 0
+        return 0, 0, 0, []
     version.restype, found = ctypes.c_int64, ctypes.c_void_p()
     with without_modes(), torch.inference_mode(False):  # the first call may come while a graph is traced
         probes = [torch.zeros(1, device="cpu").zero_(), torch.nn.Parameter(torch.zeros(1, device="cpu"))]
@@ -739,9 +740,10 @@ def tensor_queries() -> tuple[int, int, int]:
         places = [ctypes.c_void_p(id(t) + offset) for t in probes]
         if all(ctypes.c_uint64.from_address(p.value or 0).value == t._cdata for t, p in zip(probes, places, strict=True)):
             told = [(address(p, ctypes.byref(found)), found.value, version(p)) for p in places]
-            first, second = (ctypes.cast(f, ctypes.c_void_p).value or 0 for f in (address, version))
-            return (first, second, offset) if told == [(0, t.data_ptr(), t._version) for t in probes] else (0, 0, 0)
-    return 0, 0, 0
+            first, second, *others = (ctypes.cast(f, ctypes.c_void_p).value or 0 for f in (address, version, *layout))
+            same = told == [(0, t.data_ptr(), t._version) for t in probes]
+            return (first, second, offset, others) if same else (0, 0, 0, [])
+    return 0, 0, 0, []
 
 
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)

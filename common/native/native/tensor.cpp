@@ -44,9 +44,29 @@ Member data_ptr, version, get_device, dtype, shape, stride, is_neg;
 // Torch's own functions, if they can be called, and where in a Python tensor their argument lies.
 int (*own_address)(void*, void**) = nullptr;
 std::int64_t (*own_version)(const void*) = nullptr;
+std::vector<std::uintptr_t> own_layout;
 std::size_t inside = 0;
 
 void* cpp_tensor(PyObject* tensor) { return reinterpret_cast<char*>(tensor) + inside; }
+
+template <typename T>
+bool ask(std::size_t which, PyObject* tensor, T* answer) {
+  return !reinterpret_cast<int (*)(void*, T*)>(own_layout[which])(cpp_tensor(tensor), answer);
+}
+
+// `append_layout` by torch's own functions; false, with nothing done, if they cannot.
+bool append_own_layout(PyObject* tensor, std::int64_t* device, std::vector<std::int64_t>* words) {
+  std::int64_t rank, *sizes, *strides;
+  std::int32_t type, index;
+  if (own_layout.empty() || !is_plain_tensor(tensor) || !ask(0, tensor, &rank) || !ask(1, tensor, &sizes) ||
+      !ask(2, tensor, &strides) || !ask(3, tensor, &type) || !ask(4, tensor, &index))
+    return false;
+  *device = index;
+  words->insert(words->end(), {type, index, rank});
+  words->insert(words->end(), sizes, sizes + rank);
+  words->insert(words->end(), strides, strides + rank);
+  return true;
+}
 
 // Append a tuple of integers, and take it.
 bool append(PyObject* sizes, std::vector<std::int64_t>* words) {
@@ -76,7 +96,8 @@ bool bind_tensors(PyObject* tensor_class, PyObject* parameter_class, PyObject* w
   nothing = PyTuple_New(0);
   if (!nothing) return false;
   Py_INCREF(tensor_class), Py_INCREF(parameter_class), Py_INCREF(without_memory);
-  auto [address, counter, offset] = queries;
+  auto [address, counter, offset, layout] = queries;
+  own_layout = layout.size() == 5 ? layout : std::vector<std::uintptr_t>();
   own_address = reinterpret_cast<int (*)(void*, void**)>(address), inside = offset;
   own_version = reinterpret_cast<std::int64_t (*)(const void*)>(counter);
   tensors = reinterpret_cast<PyTypeObject*>(tensor_class), parameters = parameter_class, on_null = without_memory;
@@ -90,6 +111,7 @@ bool is_plain_tensor(PyObject* x) {
 }
 
 bool append_layout(PyObject* tensor, std::int64_t* device, std::vector<std::int64_t>* words) {
+  if (append_own_layout(tensor, device, words)) return true;
   if (!device_of(tensor, device)) return false;
   PyObject* type = dtype.read(tensor);
   if (!type) return false;

@@ -13,8 +13,9 @@ namespace fusewright::native {
 // Set the classes of tensors and of parameters, and `without_memory(tensor)`, which returns a replacement for a null address or
 // raises. False with an error set.
 // `queries` are torch's C functions for the address and the version of a tensor, and where their argument lies in a Python tensor;
-// zeros for none. See `tensor_queries` of the package's file of private names.
-using Queries = std::tuple<std::uintptr_t, std::uintptr_t, std::size_t>;
+// zeros for none. Then those for the number of dimensions, sizes, strides, dtype and index of the device, or none. See
+// `tensor_queries` of the package's file of private names.
+using Queries = std::tuple<std::uintptr_t, std::uintptr_t, std::size_t, std::vector<std::uintptr_t>>;
 bool bind_tensors(PyObject* tensor_class, PyObject* parameter_class, PyObject* without_memory, const Queries& queries);
 
 bool is_tensor(PyObject* x);
