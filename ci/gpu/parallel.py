@@ -101,6 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--limit", type=float, default=150, help="seconds after which a group that compiles counts as hung")
     parser.add_argument("--at-once", type=int, default=3, help="ways that compile at the same time")
     parser.add_argument("--profile", type=Path, help="a folder for the texts")
+    parser.add_argument("--against", default="inductor", help="the backend beside ours and eager")
     parser.add_argument("--device", choices=OURS, default="cuda")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--job", help=argparse.SUPPRESS)
@@ -113,16 +114,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given.json:
         command = " ".join(["python -m ci.gpu.parallel", *(sys.argv[1:] if argv is None else argv)])
         given.json.write_text(json.dumps({"command": command, "rows": rows}, indent=1))
-    print(f"{'way':8s} {'eager':>14s} {'inductor':>14s} {OURS[given.device]:>14s}  over Inductor, over eager")
+    print(f"{'way':8s} {'eager':>14s} {given.against:>14s} {OURS[given.device]:>14s}  over {given.against}, over eager")
     for row in rows:
-        print(_line(row), *(f"\n  {name}, {words}" for name, words in row.get("words", {}).items()))
+        print(_line(row, given.against), *(f"\n  {name}, {words}" for name, words in row.get("words", {}).items()))
     return int(any(row["outcome"] != "right" for row in rows))
 
 
-def _line(row: Mapping[str, Any]) -> str:
-    ms = " ".join(f"{row[f'{b}_ms']:11.2f} ms" if f"{b}_ms" in row else f"{'':14s}" for b in ("eager", "inductor", "ours"))
-    over = ", ".join(f"{row[f'over_{b}']:.2f}x" if f"over_{b}" in row else "" for b in ("inductor", "eager"))
-    return f"{row['way']:8s} {ms}  {over}  {row['outcome']}; {row.get('replay', '')}"
+def _line(row: Mapping[str, Any], against: str) -> str:
+    ms = [f"{row[f'{b}_ms']:.2f} ms" if f"{b}_ms" in row else "-" for b in ("eager", against, "ours")]
+    over = [f"{row[f'over_{b}']:.2f}x" if f"over_{b}" in row else "-" for b in (against, "eager")]
+    told = "; ".join(filter(None, (row["outcome"], row["replay"])))
+    return f"{row['way']:8s} {' '.join(f'{text:>14s}' for text in ms)}  {', '.join(over)}  {told}"
 
 
 # ---------------------------------------------------------------- the parent
@@ -135,7 +137,7 @@ def _run(given: argparse.Namespace) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         for k in range(0, len(ways), given.at_once):
             some = ways[k : k + given.at_once]
-            groups = {way: _groups(way, given.device, Path(folder), len(some)) for way in some}
+            groups = {way: _groups(way, given, Path(folder), len(some)) for way in some}
             turns.hear([g for of_way in groups.values() for g in of_way.values()], given.limit)
             rows += [_row(way, groups[way], given, Path(folder)) for way in some]
         for log in Path(folder).glob("*.0.log") if given.profile else ():
@@ -143,12 +145,12 @@ def _run(given: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def _groups(way: str, device: str, folder: Path, at_once: int) -> dict[str, turns.Group]:
-    """Start the groups of a way: eager's, Inductor's and ours."""
+def _groups(way: str, given: argparse.Namespace, folder: Path, at_once: int) -> dict[str, turns.Group]:
+    """Start the groups of a way, one for each backend."""
     threads = max(1, (os.cpu_count() or 1) // (RANKS * at_once))
     groups = {}
-    for backend in ("eager", "inductor", OURS[device]):
-        jobs = [Job(way, backend, rank, device, str(folder)) for rank in range(RANKS)]
+    for backend in ("eager", given.against, OURS[given.device]):
+        jobs = [Job(way, backend, rank, given.device, str(folder)) for rank in range(RANKS)]
         groups[backend] = turns.Group(jobs[0].name, [_command(job, threads) for job in jobs], folder)
     return groups
 
