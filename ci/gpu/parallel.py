@@ -26,7 +26,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -110,13 +110,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         turns.serve(partial(_begin, Job(**json.loads(given.job))))
         dist.destroy_process_group()
         return 0
-    rows = _run(given)
-    if given.json:
-        command = " ".join(["python -m ci.gpu.parallel", *(sys.argv[1:] if argv is None else argv)])
-        given.json.write_text(json.dumps({"command": command, "rows": rows}, indent=1))
-    print(f"{'way':8s} {'eager':>14s} {given.against:>14s} {OURS[given.device]:>14s}  over {given.against}, over eager")
-    for row in rows:
-        print(_line(row, given.against), *(f"\n  {name}, {words}" for name, words in row.get("words", {}).items()))
+    command = " ".join(["python -m ci.gpu.parallel", *(sys.argv[1:] if argv is None else argv)])
+    print(f"{'way':8s} {'eager':>14s} {given.against:>14s} {OURS[given.device]:>14s}  over {given.against}, over eager", flush=True)
+    rows: list[dict[str, Any]] = []
+    for row in _rows(given):
+        rows.append(row)
+        print(_line(row, given.against), *(f"\n  {name}, {words}" for name, words in row.get("words", {}).items()), flush=True)
+        if given.json:  # at once, for a run that is cut short
+            given.json.write_text(json.dumps({"command": command, "rows": rows}, indent=1))
     return int(any(row["outcome"] != "right" for row in rows))
 
 
@@ -130,19 +131,25 @@ def _line(row: Mapping[str, Any], against: str) -> str:
 # ---------------------------------------------------------------- the parent
 
 
-def _run(given: argparse.Namespace) -> list[dict[str, Any]]:
-    ways, rows = given.ways.split(","), []
+def _rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield the row of each way as soon as it is timed. No process is left behind."""
+    ways, started = given.ways.split(","), list[turns.Group]()
     if given.profile:
         given.profile.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        for k in range(0, len(ways), given.at_once):
-            some = ways[k : k + given.at_once]
-            groups = {way: _groups(way, given, Path(folder), len(some)) for way in some}
-            turns.hear([g for of_way in groups.values() for g in of_way.values()], given.limit)
-            rows += [_row(way, groups[way], given, Path(folder)) for way in some]
-        for log in Path(folder).glob("*.0.log") if given.profile else ():
-            shutil.copy(log, given.profile)
-    return rows
+        try:
+            for k in range(0, len(ways), given.at_once):
+                some = ways[k : k + given.at_once]
+                groups = {way: _groups(way, given, Path(folder), len(some)) for way in some}
+                beside = [g for of_way in groups.values() for g in of_way.values()]
+                started += beside
+                turns.hear(beside, given.limit)
+                for way in some:
+                    yield _row(way, groups[way], given, Path(folder))
+        finally:
+            turns.end([g for g in started if g.running()], 0)
+            for log in Path(folder).glob("*.0.log") if given.profile else ():
+                shutil.copy(log, given.profile)
 
 
 def _groups(way: str, given: argparse.Namespace, folder: Path, at_once: int) -> dict[str, turns.Group]:

@@ -160,7 +160,7 @@ def serve(begin: Callable[[], Mapping[str, Callable[[], Any]]]) -> None:
     is gone."""
     place = int(os.environ.pop(PIPE))
     os.set_inheritable(place, False)
-    faulthandler.register(signal.SIGUSR1)
+    faulthandler.register(signal.SIGUSR1, all_threads=False)
     with Connection(place) as pipe:
         does = begin()
         pipe.send(None)

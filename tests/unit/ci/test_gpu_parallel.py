@@ -116,6 +116,25 @@ def test_what_else_a_group_may_do(tried: Any, how: str, outcome: str) -> None:
         assert rows["fsdp2"]["words"]["x86_onednn"] == "rank 1: what went wrong\n"
 
 
+def test_an_interrupted_run_keeps_its_rows_and_no_process(
+    tried: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[turns.Group] = []
+    timed = parallel._timed
+
+    def interrupted(groups: dict[str, turns.Group], *how: Any) -> dict[str, list[float]]:
+        started.extend(groups.values())
+        if len(started) > 3:
+            raise KeyboardInterrupt
+        return timed(groups, *how)
+
+    monkeypatch.setattr(parallel, "_timed", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        tried("--ways", "ddp,train", "--calls", "10")
+    assert not any(group.running() for group in started)
+    assert [row["way"] for row in json.loads((tmp_path / "record.json").read_text())["rows"]] == ["ddp"]
+
+
 def test_what_is_not_a_number_is_wrong(tried: Any, tmp_path: Path) -> None:
     torch.save([torch.tensor([4.0, torch.nan]), torch.tensor([1.0])], tmp_path / "far.pt")
     torch.save([torch.tensor([4.0, 2.0]), torch.tensor([1.0])], tmp_path / "near.pt")
