@@ -698,9 +698,8 @@ def unowned(t: torch.Tensor) -> torch.Tensor:
     return empty.set_(memory, t.storage_offset(), t.shape, t.stride())
 
 
-def storage_uses(storage: Any) -> int:
-    """The reference count of a storage, including the given Python object."""
-    return int(torch._C._storage_Use_Count(storage._cdata))
+storage_uses: Callable[[int], int] = torch._C._storage_Use_Count
+"""The reference count of a storage with this `storage_id`, including Python objects of it."""
 
 
 def forward_results() -> int:

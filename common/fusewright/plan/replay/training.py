@@ -11,6 +11,7 @@ recorded when it comes again.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,6 +24,7 @@ from fusewright.interface import KernelCode, Phase, PoolingRecorder, Recorder
 from fusewright.plan.build import Plan
 from fusewright.plan.execute import codegen
 from fusewright.plan.execute.opaque import mismatch
+from fusewright.plan.execute.prepare import picker
 from fusewright.plan.ir import Ref, Run, reads
 from fusewright.plan.memory import roots_of
 from fusewright.plan.replay.copies import Call, CopiesIn, around, copied_out, flat, record_with_copies
@@ -30,6 +32,7 @@ from fusewright.plan.replay.inference import OTHER_TENSORS, written_places
 from fusewright.plan.replay.obstacles import draws, obstacle, plan_device
 from fusewright.plan.replay.pieces import Pieces, communicating, no_pieces
 from fusewright.plan.replay.recording import Recorded, shown
+from fusewright.plan.replay.sets import ArgumentSet, ArgumentSets, Recording
 
 SMALL = 1 << 12
 """Inputs of backward below this many bytes are copied; others are assumed to stay where forward's recording left them."""
@@ -77,36 +80,7 @@ class Handover:
         return cls(results, compat.static_input_indices(), results > 0)
 
 
-@dataclass
-class _Recording:
-    """`storages` are (identity, reference count when nobody else holds them). `overlapping` are gradients that are copied."""
-
-    call: Call
-    kept: Sequence[torch.Tensor]
-    storages: Sequence[tuple[Any, int]]
-    patience: int
-    overlapping: frozenset[int]
-    uses: int = 0
-
-
-@dataclass
-class _Set:
-    """Arguments that come together: a stream and the addresses of arguments read in place. They came `times` times, last in the
-    call of number `last`; `moves` is the number of earlier sets of the same layer."""
-
-    stream: Hashable
-    addresses: tuple[int, ...]
-    last: int = 0
-    times: int = 0
-    recording: _Recording | None = None
-    moves: int = 0
-
-    @property
-    def key(self) -> tuple[Hashable, ...]:
-        return self.stream, *self.addresses
-
-
-class Retained(Recorded[_Recording]):
+class Retained(Recorded[Recording]):
     """A plan of training as a callable that records itself at its first call."""
 
     def __init__(
@@ -120,7 +94,8 @@ class Retained(Recorded[_Recording]):
         self._kept = {v: k for k, v in enumerate(wanted)}
         self._given = {i: k for k, i in enumerate(plan.inputs)}
         self._own = [o.id for o in plan.outputs[: self.copies] if isinstance(o, Ref) and o.id in self._kept]
-        self._handed_out = {o.id for o in plan.outputs[self.copies :] if isinstance(o, Ref) and o.id in self._kept}
+        saved = (o.id for o in plan.outputs[self.copies :] if isinstance(o, Ref) and o.id in self._kept)
+        self._handed_out = list(dict.fromkeys(saved))
         self._draws = draws(plan)
         body = replace(plan, outputs=tuple(map(Ref, wanted)))
         self._pieces = Pieces(body, kernels) if communicating(plan) else None
@@ -132,25 +107,27 @@ class Retained(Recorded[_Recording]):
         roots, held = roots_of(plan.instructions), self._pieces.held if self._pieces is not None else ()
         self._called = {r for v in held for r in (v, *roots.get(v, ()))}
         self._places: list[int] | None = None
-        self._sets: dict[tuple[Hashable, ...], _Set] = {}
+        self._sets = ArgumentSets()
+        self._constants = [o for o in plan.outputs if not isinstance(o, Ref)]
+        self._pick = picker(self._positions())
         self._calls = self._recorded = self._misses = 0
         self._patience = 1
 
-    def _recording_for(self, stream: Hashable, args: list[Any]) -> _Recording | None:
+    def _recording_for(self, stream: Hashable, args: list[Any]) -> Recording | None:
         if self._places is None:
             self._places = [k for k in self._used if self._stays(k, args[k])]
         self._calls += 1
-        given = _Set(stream, tuple(args[k].data_ptr() for k in self._places))
+        given = ArgumentSet(stream, tuple([args[k].data_ptr() for k in self._places]))
         found = self._sets.get(given.key) or self._but_for_copies(given, args) or given
         before, found.last, found.times = found.last, self._calls, found.times + 1
         if found.recording is not None:
-            return None if self._held(found.recording) else found.recording
-        self._sets[found.key] = found
+            return None if found.recording.held() else found.recording
+        self._sets.add(found)
         self._misses = 0 if before or found.moves else self._misses + 1
         if self._recorded and found.times <= self._patience:  # addresses may never come again
-            self._forget(self._sets.values(), MOST_SETS)
+            self._forget([self._sets.oldest()] if len(self._sets) > MOST_SETS else [])
             return None
-        recorded = [s for s in self._sets.values() if s.recording is not None]
+        recorded = [s for s in self._sets if s.recording is not None]
         self._forget([s for s in recorded if found.last - s.last >= 2 * len(recorded)])
         if self._patience > PATIENCE:
             self._give_up("addresses change from call to call")
@@ -158,75 +135,61 @@ class Retained(Recorded[_Recording]):
         found.recording = self._record(args)
         return found.recording
 
-    def _but_for_copies(self, given: _Set, args: list[Any]) -> _Set | None:
+    def _but_for_copies(self, given: ArgumentSet, args: list[Any]) -> ArgumentSet | None:
         """The known set that matches these arguments except for some that move, which are copied from now on: less than half of
         the bytes, or, after `MOVES` or `MISSES`, any amount that is cheap enough."""
         assert self._places is not None
-        size = {k: args[k].numel() * args[k].element_size() for k in self._places}
-
-        def moved(s: _Set) -> list[int]:
-            pairs = zip(self._places or (), s.addresses, given.addresses, strict=True)
-            return [k for k, old, new in pairs if old != new]
-
-        def cost(s: _Set) -> int:
-            return sum(size[k] for k in moved(s))
-
-        known = [s for s in self._sets.values() if s.stream == given.stream]
-        nearest = min(known, key=cost, default=None)
-        if nearest is None:
+        sizes = [args[k].nbytes for k in self._places]
+        known = self._sets.nearest(given, sizes)
+        if known is None:
             return None
-        places = moved(nearest)
-        if any(not set(moved(s)) <= set(places) for s in known):  # an address that only this layer uses is known
+        nearest, moved, identified = known
+        if identified:  # an address that only this layer uses is known
             given.moves = nearest.moves + 1
-        held = [s for s in known if s.recording is not None and self._held(s.recording)]
-        settled = nearest.recording is not None or given.moves > 1  # saved tensors move until forward is recorded
-        few = 2 * cost(nearest) < sum(size.values()) and settled
-        alone = few or given.moves >= MOVES or (self._misses >= MISSES and not given.moves and not held)
-        cheap = cost(nearest) <= max(COPY_LIMIT, sum(size.values()) // COPY_SHARE)
-        if not alone or not cheap or any(s is nearest for s in held) or self._written.intersection(places):
+        cost, places = sum(sizes[n] for n in moved), [self._places[n] for n in moved]
+        if cost > max(COPY_LIMIT, sum(sizes) // COPY_SHARE) or self._written.intersection(places):
             return None
-        self._copy(places)
+        settled = nearest.recording is not None or given.moves > 1  # saved tensors move until forward is recorded
+        few = 2 * cost < sum(sizes) and settled
+        alone = few or given.moves >= MOVES or (self._misses >= MISSES and not given.moves and not self._any_held(given.stream))
+        if not alone or (nearest.recording is not None and nearest.recording.held()):
+            return None
+        self._places = [k for k in self._places if k not in places]
+        self._sets.leave_out(moved)
         return nearest
 
-    def _copy(self, moving: Sequence[int]) -> None:
-        """Copy arguments that were read in place so far; every set is then recorded again when it comes again."""
-        places = self._places or []
-        stay = [n for n, k in enumerate(places) if k not in moving]
-        self._places = [places[n] for n in stay]
-        for s in self._sets.values():
-            s.addresses, s.recording = tuple(s.addresses[n] for n in stay), None
-        self._sets = {s.key: s for s in self._sets.values()}
+    def _any_held(self, stream: Hashable) -> bool:
+        return any(s.recording is not None and s.recording.held() for s in self._sets if s.stream == stream)
 
-    def _forget(self, sets: Iterable[_Set], but: int = 0) -> None:
-        """Drop sets of arguments, except for the most recent `but`."""
-        for s in sorted(sets, key=lambda s: -s.last)[but:]:
+    def _forget(self, sets: Iterable[ArgumentSet]) -> None:
+        """Drop sets of arguments."""
+        for s in sets:
             if s.recording is not None and s.recording.uses < USES:
                 self._patience = max(self._patience, 2 * s.recording.patience)
-            del self._sets[s.key]
+            self._sets.drop(s)
 
-    @staticmethod
-    def _held(r: _Recording) -> bool:
-        """Whether somebody still holds results of the last replay."""
-        return any(compat.storage_uses(s) > count for s, count in r.storages)
-
-    def _results(self, r: _Recording, args: list[Any]) -> tuple[Any, ...] | None:
+    def _results(self, r: Recording, args: list[Any]) -> tuple[Any, ...] | None:
         made = r.call(args)
         if made is None:
             return None
         r.uses += 1
-        copies = dict(zip(self._own, made, strict=True))
-        # Separate tensors, because autograd may take them over as gradients; a value returned twice is one tensor, or two gradients
-        # would share its memory.
-        shown = {v: r.kept[self._kept[v]].detach() for v in self._handed_out}
-        shown |= {v: r.kept[self._kept[v]].clone() for v in r.overlapping}
-        return tuple(self._result(o, copies if k < self.copies else shown, args) for k, o in enumerate(self.plan.outputs))
+        return self._pick([*args, *made, *[give() for give in r.give], *self._constants])
 
-    def _result(self, o: Any, made: Mapping[int, torch.Tensor], args: list[Any]) -> Any:
-        if not isinstance(o, Ref):
-            return o
-        return args[self._given[o.id]] if o.id in self._given else made[o.id]
+    def _positions(self) -> list[int]:
+        """Where the results are among all arguments, copies, values handed out and constants."""
+        plan = self.plan
+        copied = {v: len(plan.inputs) + k for k, v in enumerate(self._own)}
+        given = {v: len(plan.inputs) + len(self._own) + k for k, v in enumerate(self._handed_out)}
+        after = len(plan.inputs) + len(self._own) + len(given)
+        constants = itertools.count(after)
+        return [
+            next(constants) if not isinstance(o, Ref)
+            else self._given[o.id] if o.id in self._given
+            else (copied if k < self.copies else given)[o.id]
+            for k, o in enumerate(plan.outputs)
+        ]  # fmt: skip
 
-    def _record(self, args: list[Any]) -> _Recording | None:
+    def _record(self, args: list[Any]) -> Recording | None:
         self._recorded += 1
         fixed = set(self._places or ())
         try:
@@ -242,9 +205,15 @@ class Retained(Recorded[_Recording]):
         outside = {compat.storage_id(args[k]) for k in fixed}
         mine = [t for t in (*kept, *copy_in.buffers.values()) if compat.storage_id(t) not in outside]
         storages = list({compat.storage_id(t): t.untyped_storage() for t in mine}.values())
-        uses = [(s, compat.storage_uses(s)) for s in storages]
+        uses = [compat.storage_uses(s._cdata) for s in storages]
         self.tell(f"replayed, {len(self.plan.instructions)} instructions")
-        return _Recording(shown(call, self.plan), kept, uses, self._patience, self._overlapping(kept, args))
+        shared = self._overlapping(kept, args)
+        # Separate tensors, because autograd may take them over as gradients; a value returned twice is one tensor, or two gradients
+        # would share its memory.
+        out = [(v, kept[self._kept[v]]) for v in self._handed_out]
+        return Recording(
+            shown(call, self.plan), [t.clone if v in shared else t.detach for v, t in out], storages, uses, self._patience
+        )
 
     def _overlapping(self, kept: Sequence[torch.Tensor], args: list[Any]) -> frozenset[int]:
         """Gradients that may share elements with others: two parameters would get the same memory. What forward saves may."""

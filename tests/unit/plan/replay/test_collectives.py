@@ -237,7 +237,7 @@ def test_a_recording_does_not_hold_what_forward_saved_for_a_collective_of_backwa
     )
     device, saved = Forgetful(), torch.randn(64, 64)
     call = replay_of_training.retained(plan, {}, codegen.load(plan), device, print, replay_of_training.Handover())
-    storage = saved.untyped_storage()
+    storage = compat.storage_id(saved)
     before, gradient = compat.storage_uses(storage), torch.randn(64, 64)
     for _ in range(3):
         call([saved.detach(), gradient])
