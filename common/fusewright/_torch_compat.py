@@ -270,6 +270,11 @@ def intercepted() -> bool:
     return bool(torch._C._len_torch_dispatch_stack())
 
 
+def saved_elsewhere() -> bool:
+    """Whether hooks receive what autograd saves, as those of activation checkpoints do."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 def modes() -> tuple[str, ...]:
     """What sees or changes the calls made now, by name: modes of functions and of operators; the default device unless the CPU."""
     if not torch._C._len_torch_function_stack() + torch._C._len_torch_dispatch_stack():
@@ -604,23 +609,27 @@ def current_call() -> DynamoCall | None:
 def arguments_of_call() -> list[Any]:
     """In one of `DynamoCall.hooks`: the arguments of the call."""
     start = _frames_of_call()[-1]
-    return [*start.f_locals["args"], *start.f_locals["kwargs"].values()] if start else []
+    given = start.f_locals if start else {"args": (), "kwargs": {}}  # copies all locals
+    return [*given["args"], *given["kwargs"].values()]
 
 
 def _frames_of_call() -> list[FrameType | None]:
     """What runs now, up to the innermost call of a compiled function; at the end None if there is none."""
     found: list[FrameType | None] = [sys._getframe()]
-    while (f := found[-1]) and (f.f_code.co_name, f.f_globals.get("__name__")) != ("compile_wrapper", f"{DYNAMO}.eval_frame"):
+    while (f := found[-1]) and (f.f_code.co_name != "compile_wrapper" or f.f_globals.get("__name__") != f"{DYNAMO}.eval_frame"):
         found.append(f.f_back)
     return found
 
 
 def set_skipped(code: CodeType, skipped: bool) -> None:
     """Let Python run `code` and what it calls, or let Dynamo do so again."""
-    from torch._dynamo.eval_frame import FrameAction, FrameExecStrategy, set_code_exec_strategy
+    torch._dynamo.eval_frame.set_code_exec_strategy(code, _strategy(skipped))
 
-    action = FrameAction.SKIP if skipped else FrameAction.DEFAULT
-    set_code_exec_strategy(code, FrameExecStrategy(action, action))
+
+@functools.cache
+def _strategy(skipped: bool) -> Any:
+    made: Any = torch._dynamo.types
+    return made.FrameExecStrategy(*[made.FrameAction.SKIP if skipped else made.FrameAction.DEFAULT] * 2)
 
 
 def around_compilations(start: Callable[[Any], None], end: Callable[[Any], None]) -> bool:
@@ -710,12 +719,6 @@ def forward_results() -> int:
     return int(getattr(meta, "num_forward", 0) or 0)
 
 
-def several_processes() -> bool:
-    """Whether this process belongs to a group of several."""
-    d = torch.distributed
-    return d.is_available() and d.is_initialized() and d.get_world_size() > 1
-
-
 def clear_workspaces() -> None:
     """Free the memory that torch keeps for cuBLAS or hipBLAS, as Inductor's graph trees do around each of their graphs."""
     torch._C._cuda_clearCublasWorkspaces()
@@ -740,8 +743,7 @@ def tensor_queries() -> tuple[int, int, int, list[int]]:
         if all(ctypes.c_uint64.from_address(p.value or 0).value == t._cdata for t, p in zip(probes, places, strict=True)):
             told = [(address(p, ctypes.byref(found)), found.value, version(p)) for p in places]
             first, second, *others = (ctypes.cast(f, ctypes.c_void_p).value or 0 for f in (address, version, *layout))
-            same = told == [(0, t.data_ptr(), t._version) for t in probes]
-            return (first, second, offset, others) if same else (0, 0, 0, [])
+            return (first, second, offset, others) if told == [(0, t.data_ptr(), t._version) for t in probes] else (0, 0, 0, [])
     return 0, 0, 0, []
 
 

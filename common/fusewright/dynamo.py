@@ -81,8 +81,8 @@ def compile_dynamo(
     if backend.device_type == _device_type(example_inputs):
         backend.prepare()
     comparison = pipeline.comparison(backend, parsed)
-    if comparison is not None and backend.device_type == HOST:  # a device's work ends after the call
-        broken.watch(name, comparison.may)
+    if comparison is not None:
+        broken.watch(name, comparison.may, example_inputs)
     if backend.constant_masks:
         masks.fold(gm)
 

@@ -1,4 +1,4 @@
-"""Facts about the current machine that several backends need: CPU features, cores, CPU quota."""
+"""Facts about the current machine and process that several backends need: CPU features, cores, memory, other processes."""
 
 from __future__ import annotations
 
@@ -106,6 +106,21 @@ _MEMORY_LIMITS = (
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_cache"),
 )
 """Files of a control group with its limit and its use, and the line of memory.stat with what of that is cached files."""
+
+
+def most_memory() -> int:
+    """The most bytes of host memory that this process has used; 0 where the system does not tell."""
+    try:
+        import resource
+    except ImportError:
+        return 0
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << (0 if sys.platform == "darwin" else 10)
+
+
+def several_processes() -> bool:
+    """Whether this process belongs to a group of several."""
+    d = torch.distributed
+    return d.is_available() and d.is_initialized() and d.get_world_size() > 1
 
 
 def torch_switches(*names: str) -> str:

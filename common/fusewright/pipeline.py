@@ -60,13 +60,13 @@ def comparison(backend: Backend, options: Options) -> compared.Comparison | None
     """Return the comparison with eager for the graphs (forward and backward) of one traced graph; None if not requested, if
     everything must run compiled, or in a process group, where each rank would decide for itself."""
     compiled = options.strict or options.fallback == "error" or options.simulate or "contract" in options.check
-    if not options.never_slower or compiled or compat.several_processes():
+    if not options.never_slower or compiled or machine.several_processes():
         return None
     module = getattr(torch, backend.device_type, None)  # None for a device that torch has no module for
     capturing = getattr(module, "is_current_stream_capturing", lambda: False)
 
     def may() -> bool:
-        return not (compat.several_processes() or compat.profiling() or compat.intercepted() or capturing())
+        return not (machine.several_processes() or compat.profiling() or compat.intercepted() or capturing())
 
     host = f"native={machine.sources('fusewright_native')[:16]}"  # whose part of a call is measured too
     scope = f"{backend.fingerprint()}|workers={backend.policy().count_workers()}|{host}"

@@ -9,7 +9,7 @@ from typing import Any
 from torch.fx import Graph, Node
 
 from fusewright import _torch_compat as compat
-from fusewright import ops
+from fusewright import machine, ops
 from fusewright.graph.view import is_op, is_projection
 from fusewright.ops import namespaces
 
@@ -52,7 +52,7 @@ def communicates(node: Node) -> bool:
     if is_op(node):
         return namespaces.communicates(node.target.namespace)  # type: ignore[union-attr]
     known = getattr(node.target, "__module__", "") in ("_operator", "operator", "math", "builtins")
-    return node.op == "call_function" and not known and compat.several_processes()
+    return node.op == "call_function" and not known and machine.several_processes()
 
 
 def has_collectives(graph: Graph) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fusewright import _torch_compat as compat
+from fusewright import machine
 
 _COLLECTIVE = frozenset({
     "c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "symm_mem", "_dtensor",
@@ -20,7 +20,7 @@ def communicates(namespace: str, unknown: bool = True) -> bool:
     """Whether operators of a namespace may wait for other processes. Unknown ones may, unless there is only one process."""
     if namespace in _COLLECTIVE:
         return True
-    return unknown and not only_computes(namespace) and compat.several_processes()
+    return unknown and not only_computes(namespace) and machine.several_processes()
 
 
 def only_computes(namespace: str) -> bool:

@@ -2,20 +2,18 @@
 
 What Dynamo does around each graph (guards, the call, resume functions, entries of its cache that do not match) is in no graph's
 time. A function in whose call a second graph is compiled has a break; Dynamo then calls a hook at the start and the end of each
-call. Such a call cannot run twice, as its code between the graphs may have effects, so in a few calls eager runs *instead*. A
-round is a few calls of eager, then a few compiled ones; the first of each warms up. The fastest calls of all rounds decide.
+call. Such a call cannot run twice, as its code between the graphs may have effects, so in a few calls eager runs *instead*
+(`turns.py` says in which). Where gradients are recorded, backward comes after the call, so that steps are compared, from the start
+of a call to the start of the next one. The backward of a call is eager's, or the plans', as the call was, whenever it runs.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import sys
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
 from types import CodeType
 from typing import Any
@@ -24,69 +22,39 @@ from weakref import WeakKeyDictionary
 import torch
 
 from fusewright import _torch_compat as compat
-from fusewright.plan.execute.compared import MOST_CLASSES, SHARE, SLOWER, Verdict, at_once
+from fusewright.interface import HOST
+from fusewright.plan.execute import compared
+from fusewright.plan.execute.compared import MOST_CLASSES, Verdict, at_once
+from fusewright.plan.execute.shadow import can_wait, has_room
+from fusewright.plan.execute.turns import Trial
 
 log = logging.getLogger("fusewright")
 
 clock = time.perf_counter
 
-FIRST = 25
-"""The call that the first round begins with: after the first comparisons of single graphs."""
-
-LENGTH = 4
-"""Calls of eager in a round, and compiled calls after them."""
-
-ROUNDS = 6
-"""The fastest calls of so many rounds decide: on a busy machine, one round tells little."""
-
-FEW_ROUNDS, FASTER = 2, 0.9
-"""So many are enough if the compiled calls are this much faster."""
-
-
-@dataclass
-class Trial:
-    """The comparison for calls with arguments of about the same sizes: seconds of the current round, and of the fastest calls."""
-
-    verdict: Verdict | None = None
-    calls: int = 0
-    rounds: int = 0
-    round: dict[Verdict, list[float]] = field(default_factory=lambda: defaultdict(list))
-    best: dict[Verdict, float] = field(default_factory=dict)
-
-    def turn(self) -> tuple[Verdict, bool]:
-        """Who runs the next call, and whether it is part of a round."""
-        self.calls += 1
-        at = (self.calls - FIRST) % SHARE if self.calls >= FIRST else SHARE
-        if at == 0:
-            self.round.clear()
-        return "eager" if at < LENGTH else "plan", at < 2 * LENGTH
-
-    def add(self, who: Verdict, seconds: float) -> None:
-        """Count a call of a round; decide after the last of enough rounds."""
-        self.round[who].append(seconds)
-        if len(self.round["plan"]) < LENGTH or len(self.round["eager"]) < LENGTH:
-            return
-        for by, times in self.round.items():
-            self.best[by] = min(self.best.get(by, math.inf), *times[1:])
-        self.rounds += 1
-        plan, eager = self.best["plan"], self.best["eager"]
-        if self.rounds >= ROUNDS:
-            self.verdict = "eager" if plan > SLOWER * eager else "plan"
-        elif self.rounds >= FEW_ROUNDS and plan < FASTER * eager:
-            self.verdict = "plan"
+LEFT = 10.0
+"""Seconds without a call after which others may measure. Around graphs, what takes so long is no part of it."""
 
 
 class BrokenCalls:
     """The hook for calls of one compiled function. `codes` are those that its calls enter first: what eager runs by them, and all
-    that they call, is out of Dynamo's sight."""
+    that they call, is out of Dynamo's sight. `devices` are those of its graphs."""
 
     def __init__(self, name: str, may: Callable[[], bool]) -> None:
         self.name, self.codes = name, set[CodeType]()
         self._may = may
+        self._devices = dict[torch.device, None]()
+        self._wait: Callable[[], None] = at_once
         self._call: int | None = None
         self._traced = set[CodeType]()
         self._trials: dict[Hashable, Trial] = {}
         self._thread: int | None = None
+        self._inside = False
+
+    def runs_on(self, devices: Iterable[torch.device]) -> None:
+        """Note devices, not the host, that a graph runs on."""
+        self._devices.update(dict.fromkeys(devices))
+        self._wait = compared.waiting(self._devices)
 
     def has_another(self, call: compat.DynamoCall) -> bool:
         """Note a graph that is compiled in a call. Return whether the call has another one."""
@@ -103,63 +71,135 @@ class BrokenCalls:
         """What Dynamo calls at the start of each call. Return what it calls at the end."""
         if not compat.around_compilations(_until_reset, _until_reset):
             self._forget()
-        if torch.is_grad_enabled() or torch.are_deterministic_algorithms_enabled():  # backward would be in nobody's time
-            return at_once
-        trial = self._trial()
+        training = torch.is_grad_enabled()
+        if torch.are_deterministic_algorithms_enabled() or (training and compat.saved_elsewhere()):
+            return at_once  # a checkpoint's second call must save what its first one did
+        trial = self._trial(training)
         if trial is None or trial.verdict == "plan":
             return at_once
-        if trial.verdict == "eager":
-            return self._in_eager()
+        if trial.verdict is None:
+            return self._timed(trial)
+        return self._in_eager()
+
+    def _timed(self, trial: Trial) -> Callable[[], None]:
+        """A call before the verdict."""
         if self._thread not in (None, threading.get_ident()):
+            self._drop(trial)
             trial.verdict = "plan"  # times of threads would mix
             return at_once
         self._thread = threading.get_ident()
-        who, measured = trial.turn()
-        if not measured or not self._may():
+        if self._inside:  # a call in a call is part of it
             return at_once
-        end = self._in_eager() if who == "eager" else at_once
-        return partial(self._ended, trial, who, end, clock())
+        trial.calls += 1
+        if trial.due() and not self._ready(trial):
+            self._drop(trial)
+        if trial.due():
+            self._begin(trial)
+        if trial.verdict == "eager":
+            return self._in_eager()
+        self._inside = True
+        if trial.begun is None:
+            return self._leave
+        who = trial.who()
+        return partial(self._ended, trial, who, self._in_eager() if who == "eager" else at_once)
+
+    def _begin(self, trial: Trial) -> None:
+        """Note the time at which a call of a round begins, and a step ends, with which the round may end."""
+        if not trial.steps or trial.edge():
+            self._wait()
+        now = clock()
+        if trial.begun is not None:
+            self._add(trial, now - trial.begun)
+        if trial.due():
+            trial.begin(now)
+
+    def _ready(self, trial: Trial) -> bool:
+        """Whether a round may begin or go on. Eager needs memory, as much as nobody knows before."""
+        if not self._may():
+            return False
+        goes_on = trial.begun is not None or bool(trial.times)
+        return (goes_on or all(map(has_room, map(str, self._devices or (HOST,))))) and compared.turn.take(trial, LEFT)
+
+    def _drop(self, trial: Trial) -> None:
+        trial.drop()
+        compared.turn.leave(trial)
 
     def _forget(self) -> None:
         """Begin anew after `torch.compiler.reset`, with new graphs."""
+        for trial in self._trials.values():
+            compared.turn.leave(trial)
         self.codes.clear()
         self._traced.clear()
         self._trials.clear()
-        self._thread = None
+        self._devices.clear()
+        self._wait, self._thread, self._inside = at_once, None, False
 
-    def _trial(self) -> Trial | None:
+    def _trial(self, training: bool) -> Trial | None:
         given = compat.arguments_of_call()
-        sizes = tuple(x.numel().bit_length() for x in given if isinstance(x, torch.Tensor))
-        if sizes not in self._trials and len(self._trials) < MOST_CLASSES:
-            self._trials[sizes] = Trial()
-        return self._trials.get(sizes)
+        key = (training, *(x.numel().bit_length() for x in given if isinstance(x, torch.Tensor)))
+        if key not in self._trials and len(self._trials) < MOST_CLASSES:
+            self._trials[key] = Trial(steps=training)
+        return self._trials.get(key)
 
     def _in_eager(self) -> Callable[[], None]:
         """Let eager run what is called now. Return what ends that, for the same code even if there is a reset until then."""
         codes = tuple(self.codes)
-        for code in codes:
-            compat.set_skipped(code, True)
-        return partial(_compiled, codes)
+        _skip(codes, 1)
+        return partial(_skip, codes, -1)
 
-    def _ended(self, trial: Trial, who: Verdict, end: Callable[[], None], start: float) -> None:
-        seconds = clock() - start
+    def _leave(self) -> None:
+        self._inside = False
+
+    def _ended(self, trial: Trial, who: Verdict, end: Callable[[], None]) -> None:
+        """The end of a call of a round, which `end` may take back from eager."""
+        self._leave()
         end()
-        if sys.exc_info()[0] is not None:  # a call that fails is short
+        if trial.begun is None:  # another thread has ended the round
             return
-        trial.add(who, seconds)
+        if sys.exc_info()[0] is not None or not self._may():  # a call that fails is short
+            self._drop(trial)
+            return
+        if not trial.steps:
+            self._wait()
+        seconds = clock() - trial.begun
+        trial.ran(who, seconds)
+        if not trial.steps:
+            self._add(trial, seconds)
+
+    def _add(self, trial: Trial, seconds: float) -> None:
+        trial.begun = None
+        trial.add(seconds)
+        if not trial.times:
+            compared.turn.leave(trial)
         if trial.verdict is not None:
-            plan, eager = trial.best["plan"] * 1e3, trial.best["eager"] * 1e3
-            log.info("%s: calls with graph breaks: compiled %.3f ms, eager %.3f ms: %s", self.name, plan, eager, trial.verdict)
+            self._tell(trial)
+
+    def _tell(self, trial: Trial) -> None:
+        what = "steps" if trial.steps else "calls"
+        plan, eager = trial.best["plan"] * 1e3, trial.best["eager"] * 1e3
+        log.info("%s: %s with graph breaks: compiled %.3f ms, eager %.3f ms: %s", self.name, what, plan, eager, trial.verdict)
         if trial.verdict == "eager":
             log.warning(
-                "fusewright: %s: a call with graph breaks takes %.3f ms compiled and %.3f ms in eager; eager runs such calls from "
-                "now on. See its breaks: fusewright explain", self.name, plan, eager,
+                "fusewright: %s: a %s with graph breaks takes %.3f ms compiled and %.3f ms in eager; eager runs such calls from "
+                "now on. See its breaks: fusewright explain", self.name, what[:-1], plan, eager,
             )  # fmt: skip
 
 
-def _compiled(codes: Iterable[CodeType]) -> None:
-    for code in codes:
-        compat.set_skipped(code, False)
+_skipped: dict[CodeType, int] = {}
+"""How many calls that are going on eager runs, by the code that they enter."""
+
+_one = threading.Lock()
+
+
+def _skip(codes: Iterable[CodeType], more: int) -> None:
+    """Note that eager begins (1) or ends (-1) a call. A call may call itself: Dynamo sees the code again after the last one."""
+    with _one:
+        for code in codes:
+            before = _skipped.pop(code, 0)
+            if before + more:
+                _skipped[code] = before + more
+            if not before or not before + more:
+                compat.set_skipped(code, not before)
 
 
 def _code_of(function: object) -> CodeType | None:
@@ -181,12 +221,13 @@ _known: WeakKeyDictionary[Any, BrokenCalls] = WeakKeyDictionary()
 """By compiled function."""
 
 
-def watch(name: str, may: Callable[[], bool]) -> None:
-    """Compare calls of the function in whose call Dynamo is compiling a graph now, if it is not the only one."""
-    call = compat.current_call()
-    if call is None:
+def watch(name: str, may: Callable[[], bool], inputs: Sequence[Any]) -> None:
+    """Compare calls of the function in whose call Dynamo is compiling a graph of these inputs now, if it is not the only one."""
+    call, devices = compat.current_call(), compared.devices(inputs)
+    if call is None or not all(can_wait(d.type) for d in devices):
         return
     compat.around_compilations(_until_reset, _until_reset)
     calls = _known.setdefault(call.function, BrokenCalls(name, may))
+    calls.runs_on(devices)
     if calls.has_another(call) and calls not in call.hooks:
         call.hooks.append(calls)

@@ -16,7 +16,7 @@ import math
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -165,15 +165,33 @@ class Half:
         self._wait: Callable[[], None] | None = None
 
     def waiting(self, args: Sequence[Any]) -> Callable[[], None]:
-        """A function that waits for the graph's device, given the arguments of any call; `at_once` on the host."""
+        """A function that waits for the graph's devices, given the arguments of any call; `at_once` on the host."""
         if self._wait is None:
-            device = next((a.device for a in args if isinstance(a, torch.Tensor) and a.device.type != HOST), None)
-            self._wait = at_once if device is None else _waiting(device)
+            self._wait = waiting(devices(args))
         return self._wait
 
 
 def at_once() -> None:
     """Wait for nothing."""
+
+
+def devices(values: Iterable[Any]) -> list[torch.device]:
+    """The devices of tensors that are not on the host."""
+    found = (v.device for v in values if isinstance(v, torch.Tensor))
+    return list(dict.fromkeys(d for d in found if d.type != HOST))
+
+
+def waiting(found: Iterable[torch.device]) -> Callable[[], None]:
+    """A function that waits for these devices; `at_once` if there are none."""
+    waits = [_waiting(d) for d in found]
+    if len(waits) < 2:
+        return waits[0] if waits else at_once
+
+    def wait() -> None:
+        for one in waits:
+            one()
+
+    return wait
 
 
 def _waiting(device: torch.device) -> Callable[[], None]:
@@ -182,8 +200,31 @@ def _waiting(device: torch.device) -> Callable[[], None]:
     return partial(wait, device) if inspect.signature(wait).parameters else partial(wait)
 
 
-_one = threading.Lock()
-"""Held while a shadow and its plan run: shadows of two graphs would disturb each other."""
+class Turn:
+    """Who measures: two at a time, a shadow and a round of whole calls (`broken.py`) for example, would disturb each other."""
+
+    def __init__(self) -> None:
+        self._who: object = None
+        self._until = 0.0
+        self._lock = threading.Lock()
+
+    def take(self, who: object, seconds: float = math.inf) -> bool:
+        """Begin, or go on; return False if another measures. Who does not go on for so many `seconds` has left."""
+        with self._lock:
+            now = time.monotonic()
+            if self._who is not None and self._who is not who and now < self._until:
+                return False
+            self._who, self._until = who, now + seconds
+            return True
+
+    def leave(self, who: object) -> None:
+        with self._lock:
+            if self._who is who:
+                self._who = None
+
+
+turn = Turn()
+"""Of all that measure in this process."""
 
 
 class Comparison:
@@ -271,11 +312,11 @@ class Comparison:
 
     def _measured(self, half: Half, plan: Run, trial: Trial, args: list[Any], due: bool) -> Any:
         """A call that is timed, beside eager if that is `due`."""
-        if due and self.may() and _one.acquire(blocking=False):
+        if due and self.may() and turn.take(me := object()):
             try:
                 return self._compare(half, plan, trial, args)
             finally:
-                _one.release()
+                turn.leave(me)
         if half.waiting(args) is not at_once or not trial.warm:  # a device would have to be waited for
             return plan(args)
         start = clock()

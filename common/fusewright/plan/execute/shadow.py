@@ -137,7 +137,7 @@ def why_not(graph: Graph) -> str:
     """Why a graph must run exactly once per call, or cannot be timed, or ""."""
     for n in graph.nodes:
         device = n.meta["val"].device.type if isinstance(n.meta.get("val"), torch.Tensor) else HOST
-        if device != HOST and not hasattr(getattr(torch, device, None), "synchronize"):
+        if not can_wait(device):
             return f"torch cannot wait for the device {device}"
         if n.op in ("call_module", "call_method") or communicates(n):
             return f"it calls {n.target}"
@@ -146,6 +146,11 @@ def why_not(graph: Graph) -> str:
             return f"{n.target} may have effects of its own"
     held = any(r.op == "get_attr" for r in _written_roots(graph))
     return "it writes a tensor that the graph holds" if held else ""
+
+
+def can_wait(device: str) -> bool:
+    """Whether torch can wait for the work of a type of device."""
+    return device == HOST or hasattr(getattr(torch, device, None), "synchronize")
 
 
 def _written_roots(graph: Graph) -> set[Node]:
@@ -210,3 +215,12 @@ def free_bytes(device: str) -> int:
     if not hasattr(module, "mem_get_info"):  # the host, or a device that uses the host's memory
         return machine.free_memory()
     return int(module.mem_get_info(device)[0] + module.memory_reserved(device) - module.memory_allocated(device))
+
+
+def has_room(device: str) -> bool:
+    """Whether eager may run something of unknown size on a device, or the host: `ROOM` times the most memory that this process has
+    used there is free."""
+    module: Any = torch.get_device_module(device) if torch.device(device).type != HOST else None
+    on_device = getattr(module, "max_memory_allocated", None)
+    used = int(on_device(device)) if on_device is not None else machine.most_memory()
+    return ROOM * used <= free_bytes(device)

@@ -9,14 +9,18 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 
-from fusewright.plan.execute import broken
-from fusewright.plan.execute.broken import FEW_ROUNDS, FIRST, LENGTH, ROUNDS, Trial
-from fusewright.plan.execute.compared import SHARE, Verdict
+from fusewright.plan.execute import broken, compared
+from fusewright.plan.execute.compared import Verdict
+from fusewright.plan.execute.turns import CALLS, FEW_ROUNDS, FIRST, GAP, ROUNDS, STEPS, Trial
 
-DECIDED = FIRST + ROUNDS * SHARE
+DECIDED = FIRST + ROUNDS * (2 * CALLS + GAP)
 """A call after the last round."""
+
+TRAINED = FIRST + ROUNDS * (2 * STEPS + GAP)
+"""A step after the last round."""
 
 
 class World:
@@ -25,7 +29,7 @@ class World:
     def __init__(self) -> None:
         self.now, self.ran = 0.0, list[Verdict]()
         self.takes: dict[Verdict, float] = {"plan": 2.0, "eager": 1.0}
-        self.fails = False
+        self.fails, self.room = False, True
 
     def works(self, function: Callable[..., Tensor]) -> None:
         """Take the time of a call of `function`, which called this."""
@@ -44,6 +48,8 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     torch.compiler.reset()
     made = World()
     monkeypatch.setattr(broken, "clock", lambda: made.now)
+    monkeypatch.setattr(broken, "has_room", lambda device: made.room)
+    monkeypatch.setattr(compared, "turn", compared.Turn())
     with torch.no_grad():
         yield made
     torch.compiler.reset()
@@ -75,28 +81,29 @@ def test_eager_runs_calls_with_breaks_if_it_is_faster(world: World, caplog: pyte
     with caplog.at_level(logging.WARNING, "fusewright"):
         results = [g(X) for _ in range(DECIDED)]
     assert all(torch.equal(r, X.sin().cos()) for r in results)
-    assert world.ran[:FIRST] == ["plan"] * FIRST
-    assert world.ran[FIRST:][: 2 * LENGTH] == ["eager"] * LENGTH + ["plan"] * LENGTH
+    assert world.ran[: FIRST + CALLS] == ["plan"] * (FIRST + CALLS)
+    assert world.ran[FIRST + CALLS :][: CALLS + GAP] == ["eager"] * CALLS + ["plan"] * GAP
     assert world.ran[-5:] == ["eager"] * 5
     (said,) = [r.getMessage() for r in caplog.records if "graph breaks" in r.getMessage()]
     assert "2000.000 ms compiled and 1000.000 ms in eager" in said
 
 
-def test_calls_stay_compiled_if_that_is_clearly_faster_after_a_few_rounds(world: World) -> None:
-    world.takes["eager"] = 3.0
+@pytest.mark.parametrize(("eager", "calls"), [(2.6, FEW_ROUNDS * CALLS), (4.0, (FEW_ROUNDS + 1) * 2), (10.0, FEW_ROUNDS + 1)])
+def test_calls_stay_compiled_if_that_is_clearly_faster_after_a_few_rounds(world: World, eager: float, calls: int) -> None:
+    world.takes["eager"] = eager
     g = compiled(in_two_parts(world))
-    for _ in range(DECIDED):
+    for _ in range(3 * DECIDED):
         g(X)
-    assert world.ran.count("eager") == FEW_ROUNDS * LENGTH
+    assert world.ran.count("eager") == calls
 
 
 @pytest.mark.parametrize(("eager", "verdict"), [(0.96, "eager"), (0.98, "plan"), (1.05, "plan")])
 def test_what_is_close_is_decided_by_the_fastest_of_all_rounds(eager: float, verdict: str) -> None:
     trial = Trial()
     while trial.verdict is None:
-        who, measured = trial.turn()
-        if measured:  # every second call is disturbed
-            trial.add(who, (eager if who == "eager" else 1.0) + trial.calls % 2)
+        trial.calls += 1
+        if trial.due():  # every second call is disturbed
+            trial.add((eager if trial.who() == "eager" else 1.0) + trial.calls % 2)
     assert (trial.verdict, trial.rounds) == (verdict, ROUNDS)
 
 
@@ -122,19 +129,122 @@ def test_a_graph_without_breaks_is_not_watched(world: World, monkeypatch: pytest
     assert len(broken._known) >= 1
 
 
+@pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("option", ["never_slower", "strict"])
-def test_options_that_want_the_plan_keep_it(world: World, option: str) -> None:
+def test_options_that_want_the_plan_keep_it(world: World, option: str, training: bool) -> None:
     g = compiled(in_two_parts(world), **{option: option == "strict"})
-    for _ in range(DECIDED):
-        g(X)
+    with torch.set_grad_enabled(training):
+        for _ in range(TRAINED):
+            g(X)
     assert set(world.ran) == {"plan"}
 
 
-def test_calls_that_record_gradients_stay_compiled(world: World) -> None:
-    g = compiled(in_two_parts(world))
+def step(g: Callable[[Tensor], Tensor], world: World, x: Tensor = X) -> Tensor:
+    """A step of training, with a backward that takes as long as the call. Return the gradient."""
+    x = x.clone().requires_grad_()
+    g(x).sum().backward()
+    world.now += world.takes[world.ran[-1]]
+    assert x.grad is not None
+    return x.grad
+
+
+def nodes_of(result: Tensor) -> set[str]:
+    """The names of what autograd has recorded."""
+    found, todo = set[str](), [result.grad_fn]
+    while todo:
+        if (node := todo.pop()) is not None:
+            found.add(node.name())
+            todo += [n for n, _ in node.next_functions]
+    return found
+
+
+def test_eager_runs_steps_with_breaks_if_it_is_faster(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    f = in_two_parts(world)
+    g = compiled(f)
+    with torch.enable_grad(), caplog.at_level(logging.WARNING, "fusewright"):
+        wanted = step(f, world)
+        world.ran.clear()
+        gradients = [step(g, world) for _ in range(TRAINED)]
+        assert world.ran[FIRST:][: 2 * STEPS] == ["plan"] * STEPS + ["eager"] * STEPS
+        assert world.ran[-5:] == ["eager"] * 5
+    for grad in gradients:
+        torch.testing.assert_close(grad, wanted)
+    (said,) = [r.getMessage() for r in caplog.records if "graph breaks" in r.getMessage()]
+    assert "a step with graph breaks takes 4000.000 ms compiled and 2000.000 ms in eager" in said
+    g(X)
+    assert world.ran[-1] == "plan", "without gradients, calls have a verdict of their own"
+
+
+def test_the_backward_of_a_call_is_of_its_side_whenever_it_runs(world: World) -> None:
+    """Losses of many calls, of which eager runs some, are differentiated together at the end."""
+    f = in_two_parts(world)
+    g, x, same = compiled(f), X.clone().requires_grad_(), X.clone().requires_grad_()
     with torch.enable_grad():
-        for _ in range(DECIDED):
-            g(X.clone().requires_grad_()).sum().backward()
+        results = [g(x) for _ in range(FIRST + 2 * STEPS)]
+        for who, result in zip(world.ran, results, strict=True):
+            assert any("Compiled" in name for name in nodes_of(result)) == (who == "plan")
+        assert world.ran.count("eager") == STEPS
+        torch.stack(results).square().sum().backward()
+        torch.stack([f(same) for _ in results]).square().sum().backward()
+    torch.testing.assert_close(x.grad, same.grad)
+
+
+def test_random_numbers_are_drawn_once_by_whoever_runs_a_step(world: World) -> None:
+    @torch.compiler.disable
+    def works() -> None:
+        world.works(drops)
+
+    def drops(x: Tensor) -> Tensor:
+        x = torch.nn.functional.dropout(x, 0.5)
+        works()
+        return torch.nn.functional.dropout(x, 0.3) * x
+
+    g = compiled(drops)
+    with torch.enable_grad():
+        torch.manual_seed(0)
+        found = [step(g, world) for _ in range(FIRST + 2 * STEPS)]
+        after = torch.get_rng_state()
+        torch.manual_seed(0)
+        wanted = [step(drops, world) for _ in found]
+    torch.testing.assert_close(found, wanted)
+    assert torch.equal(after, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_both_calls_of_a_checkpoint_are_of_one_side(world: World, reentrant: bool) -> None:
+    """What eager saves differs from what a plan does. With `use_reentrant`, autograd records only the second call."""
+    f = in_two_parts(world)
+    g = compiled(f)
+
+    def checkpointed(x: Tensor) -> Tensor:
+        return torch.utils.checkpoint.checkpoint(g, x, use_reentrant=reentrant)
+
+    with torch.enable_grad(), torch.utils.checkpoint.set_checkpoint_early_stop(False):  # stops a call by an error
+        wanted = step(f, world)
+        world.ran.clear()
+        for _ in range(TRAINED):
+            torch.testing.assert_close(step(checkpointed, world), wanted)
+    assert ("eager" in world.ran) == reentrant
+
+
+def test_a_device_is_waited_for_where_a_side_of_a_round_ends(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checked with a device that does nothing: its calls end at once."""
+    waited = list[torch.device]()
+    monkeypatch.setattr(broken, "can_wait", lambda device: True)
+    monkeypatch.setattr(compared, "_waiting", lambda device: lambda: waited.append(device))
+    g, x = compiled(in_two_parts(world)), X.to("meta")
+    for _ in range(FIRST - 1):
+        g(x)
+    assert not waited
+    for _ in range(DECIDED):
+        g(x)
+    assert waited == [torch.device("meta")] * (ROUNDS * 4 * CALLS) and world.ran[-1] == "eager"
+
+
+def test_a_device_that_torch_cannot_wait_for_is_not_watched(world: World) -> None:
+    g = compiled(in_two_parts(world))
+    for _ in range(DECIDED):
+        g(X.to("meta"))
     assert set(world.ran) == {"plan"}
 
 
@@ -145,7 +255,7 @@ def test_calls_that_fail_are_not_counted(world: World) -> None:
     for _ in range(DECIDED):
         with pytest.raises(ValueError, match="a user's error"):
             g(X)
-    assert world.ran[-SHARE:].count("eager") == LENGTH  # undecided
+    assert set(world.ran) == {"plan"}, "its first call ends a round"
 
 
 def test_calls_from_several_threads_stay_compiled(world: World) -> None:
@@ -217,12 +327,14 @@ def test_a_reset_while_eager_runs_a_call_leaves_no_code_skipped(world: World, mo
     assert skipped == {code: False}
 
 
-def test_calls_that_must_be_deterministic_stay_compiled(world: World) -> None:
+@pytest.mark.parametrize("training", [False, True])
+def test_calls_that_must_be_deterministic_stay_compiled(world: World, training: bool) -> None:
     g = compiled(in_two_parts(world))
     torch.use_deterministic_algorithms(True)
     try:
-        for _ in range(DECIDED):
-            g(X)
+        with torch.set_grad_enabled(training):
+            for _ in range(TRAINED):
+                g(X)
     finally:
         torch.use_deterministic_algorithms(False)
     assert set(world.ran) == {"plan"}

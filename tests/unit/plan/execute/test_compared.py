@@ -41,6 +41,7 @@ class World:
         self.ran: Counter[tuple[str, Phase]] = Counter()
         self.calls: list[int] = []
         monkeypatch.setattr(compared, "clock", lambda: self.now)
+        monkeypatch.setattr(compared, "turn", compared.Turn())
 
     def graph(
         self, c: Comparison, plan: list[float], eager: list[float], phase: Phase = "infer", sizes: Any = None,
@@ -266,7 +267,7 @@ def test_a_plan_that_fails_counts_for_nothing(world: World) -> None:
     for _ in range(30):
         with pytest.raises(ValueError, match="own error"):
             run([1])
-    assert c._trials[()].won == c._trials[()].lost == 0 and not compared._one.locked()
+    assert c._trials[()].won == c._trials[()].lost == 0 and compared.turn.take(object())
 
 
 def test_threads_are_not_compared(world: World) -> None:
@@ -299,6 +300,16 @@ def test_it_is_off_in_a_process_group_while_profiling_and_under_modes(monkeypatc
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     assert not found.may()
     assert pipeline.comparison(registry.create("fusewright_null", parsed), parsed) is None
+
+
+def test_nothing_is_measured_while_another_does(world: World) -> None:
+    """Such as a round of calls with graph breaks; one that does not go on has left."""
+    run = world.graph(comparison(), plan=[1.0], eager=[1.0])
+    assert compared.turn.take(other := object(), 60)
+    assert {run([1]) for _ in range(40)} == {"plan"} and not world.calls
+    assert compared.turn.take(other, 0), "it goes on, and has left at once"
+    run([1])
+    assert world.calls
 
 
 @pytest.mark.parametrize("takes", [True, False], ids=["several devices", "one device"])

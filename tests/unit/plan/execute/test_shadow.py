@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -133,3 +134,20 @@ def _calling(target: Any) -> Graph:
     graph = Graph()
     graph.output(graph.call_function(target, (graph.placeholder("x"),)))
     return graph
+
+
+def test_eager_has_room_if_twice_of_what_was_ever_used_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not shadow.has_room("cpu") or machine.most_memory() > 0
+    monkeypatch.setattr(machine, "free_memory", lambda: 200)
+    monkeypatch.setattr(machine, "most_memory", lambda: 100)
+    assert shadow.has_room("cpu")
+    monkeypatch.setattr(machine, "most_memory", lambda: 101)
+    assert not shadow.has_room("cpu")
+    device = SimpleNamespace(max_memory_allocated=lambda d: 60, mem_get_info=lambda d: (90, 300))
+    device.memory_reserved, device.memory_allocated = lambda d: 50, lambda d: 20
+    monkeypatch.setattr(torch, "get_device_module", lambda d: device)
+    assert shadow.has_room("cuda:0"), "90 free and 30 kept by torch"
+    device.max_memory_allocated = lambda d: 61
+    assert not shadow.has_room("cuda:0")
+    device = SimpleNamespace(synchronize=lambda: None)  # it uses the host's memory, of which nobody counts its own
+    assert not shadow.has_room("mps")

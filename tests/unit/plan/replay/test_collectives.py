@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fusewright import _torch_compat as compat
+from fusewright import machine
 from fusewright.graph.cse import merge_common
 from fusewright.graph.effects import held_in_order
 from fusewright.graph.parser import parse
@@ -252,7 +253,7 @@ def test_what_nobody_knows_is_a_collective_where_there_are_several_processes(mon
     for _ in range(3):
         alone = fast(x, w)
     assert recorder.recorded == 1
-    monkeypatch.setattr(compat, "several_processes", lambda: True)
+    monkeypatch.setattr(machine, "several_processes", lambda: True)
     among, pieces = compiled(f, Never()), Device()
     with recording() as reports:
         for _ in range(3):

@@ -1,0 +1,136 @@
+"""Who runs whole calls while eager runs some of them *instead* of what is compiled, and who does in the end: times in, verdict out.
+
+A round is a few compiled calls, then as many of eager. Its times are those of calls or, in training, of steps: from the start of
+a call to the start of the next one, with backward and optimizer in between. A step may call the function several times, and
+backward then comes after the last of these calls, so steps are compared by the sum of a round's times, whose number is a multiple
+of 1, 2, 3, 4 and 6. The best round of each side counts: a pause (evaluation, a saved checkpoint) spoils a round, not the verdict.
+
+Eager's part ends early if it takes far longer than any compiled calls of the round did, so many in a row. The next round waits
+until what eager has taken longer is one in SHARE of all calls.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from fusewright.plan.execute.compared import SHARE, SLOWER, Verdict
+
+FIRST = 25
+"""The call that the first round begins with: after the first comparisons of single graphs."""
+
+CALLS, STEPS = 4, 12
+"""Times of each side in a round."""
+
+GAP = 13
+"""Calls between rounds at least: a disturbance lasts for several calls. Rounds begin at different calls of a step then."""
+
+ROUNDS = 6
+"""The best of so many rounds decide: on a busy machine, one round tells little."""
+
+FEW_ROUNDS, FASTER = 2, 0.9
+"""So many are enough if what is compiled is this much faster; one more if eager's part ended early in all, as a cold one may."""
+
+STOPPED, COLD = 1.4, 3.0
+"""Eager's part ends after so many times the longest of as many compiled calls; after its first call only if that, which warms up,
+took so many times as long."""
+
+TYPICAL = 0.6
+"""The best compiled steps of a round take so much of the mean time from call to call at least: if backward comes once for many
+calls, most rounds have none."""
+
+
+@dataclass(eq=False)
+class Trial:
+    """The comparison for calls with arguments of about the same sizes. `times` are those of the current round in seconds, `begun`
+    is when the call or step began that is going on, and `first` and `latest` when one of a round did, with the number of the call.
+    `best` are the figures of the best rounds, `won` counts those in which eager
+    was faster, `alone` are the fastest calls, without what follows them. `costs` are what eager took longer in each round, in
+    compiled calls."""
+
+    steps: bool = False
+    verdict: Verdict | None = None
+    calls: int = 0
+    next: int = FIRST
+    rounds: int = 0
+    won: int = 0
+    begun: float | None = None
+    first: tuple[float, int] = (0.0, 0)
+    latest: tuple[float, int] = (0.0, 0)
+    times: list[float] = field(default_factory=list)
+    costs: list[float] = field(default_factory=list)
+    best: dict[Verdict, float] = field(default_factory=dict)
+    alone: dict[Verdict, float] = field(default_factory=dict)
+
+    @property
+    def length(self) -> int:
+        return STEPS if self.steps else CALLS
+
+    def due(self) -> bool:
+        """Whether the latest call is part of a round."""
+        return self.verdict is None and self.calls >= self.next
+
+    def who(self) -> Verdict:
+        """Who runs the next call of the round."""
+        return "plan" if len(self.times) < self.length else "eager"
+
+    def edge(self) -> bool:
+        """Whether the side changes with the call that begins now, or the round ends."""
+        return (len(self.times) + (self.begun is not None)) % self.length == 0
+
+    def begin(self, now: float) -> None:
+        """Note the time at which a call of a round begins."""
+        self.begun, self.latest = now, (now, self.calls)
+        if not self.first[1]:
+            self.first = self.latest
+
+    def ran(self, who: Verdict, seconds: float) -> None:
+        """Note the time of a call alone."""
+        self.alone[who] = min(self.alone.get(who, math.inf), seconds)
+
+    def add(self, seconds: float) -> None:
+        """Count a time of the round. Decide after the last one of enough rounds."""
+        self.times.append(seconds)
+        eager = self.times[self.length :]
+        if len(eager) == self.length:
+            self._end(eager, self._figure(eager))
+        elif eager and sum(eager) > (COLD if len(eager) == 1 else STOPPED) * self._longest(len(eager)):
+            self._end(eager, math.inf)
+
+    def drop(self) -> None:
+        """Give the round up."""
+        self.times.clear()
+        self.begun, self.next = None, self.calls + GAP
+
+    def _longest(self, count: int) -> float:
+        """Seconds of so many compiled calls in a row, wherever in a step they begin."""
+        return max(sum(self.times[k : k + count]) for k in range(self.length - count + 1))
+
+    def _figure(self, times: list[float]) -> float:
+        """Of one side of a round, in seconds per call: the mean of steps, or the fastest of calls, the first of which warms up."""
+        return sum(times) / len(times) if self.steps else min(times[1:])
+
+    def _end(self, eager: list[float], figure: float) -> None:
+        compiled = self._figure(self.times[: self.length])
+        plan = min(self.best.get("plan", math.inf), compiled)
+        self.best = {"plan": plan, "eager": min(self.best.get("eager", math.inf), figure)}
+        self.won += figure < compiled
+        self.costs.append(max(0.0, sum(eager) / max(plan, 1e-9) - len(eager)))  # clocks may stand still
+        self.rounds += 1
+        self.drop()
+        self.next = max(self.next, math.ceil(SHARE * (sum(self.costs) + min(self.costs))))
+        if self.rounds >= FEW_ROUNDS + math.isinf(self.best["eager"]) and plan < FASTER * self.best["eager"]:
+            self.verdict = "plan"
+        elif self.rounds >= ROUNDS:
+            self.verdict = "eager" if self._loses() else "plan"
+
+    def _loses(self) -> bool:
+        """Whether eager is faster. Steps may wait for anything, so eager must win most rounds of them, and by its calls alone."""
+        if self.best["plan"] <= SLOWER * self.best["eager"]:
+            return False
+        if not self.steps:
+            return True
+        (began, first), (ended, latest) = self.first, self.latest
+        typical = self.best["plan"] * (latest - first) >= TYPICAL * (ended - began)
+        alone = self.alone.get("plan", 0.0) > self.alone.get("eager", math.inf)
+        return typical and alone and 2 * self.won > self.rounds
