@@ -82,7 +82,8 @@ NUMERIC = {
 def test_like_the_reference(name: str) -> None:
     kernel, tensors = NUMERIC[name]
     for got, want in zip(run(kernel, tensors), kernels.reference(kernel, tensors), strict=True):
-        torch.testing.assert_close(got, want, rtol=1.6e-2 if got.dtype == torch.bfloat16 else 2e-5, atol=3e-5)
+        atol = 1e-3 if name == "cumsum" else 3e-5  # sums reach some hundreds, whose rounding steps are 3e-5
+        torch.testing.assert_close(got, want, rtol=1.6e-2 if got.dtype == torch.bfloat16 else 2e-5, atol=atol)
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])

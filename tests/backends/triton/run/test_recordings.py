@@ -194,6 +194,6 @@ def test_a_recording_writes_large_results_to_fresh_memory(last: Callable[[torch.
             held = torch.empty(k << 20, device="cuda")  # the next results lie elsewhere
     del held
     for x, found in kept:
-        torch.testing.assert_close(found, f(x), rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(found, f(x), rtol=2e-2, atol=6e-2)  # two steps of bf16 at 4
     said = reports[0].replay.split()
     assert said[0] == "replayed," and (torch.version.hip or said[1] == said[3]), reports[0].replay
