@@ -306,6 +306,9 @@ def _product(loop: _Loop, step: Node, bound: Bound, rolled: frozenset[str]) -> N
         return call("view", (flat, [loop.count, *sizes]))
     if rolled != {"self", "mat2"}:
         return None
+    if sizes[-1] == 1 and value_of(step).dtype is torch.float32:  # a kernel, where libraries compute one vector at a time
+        row = call("transpose", (b, -2, -1))
+        return call("sum", (call("mul", (a, row)), [-1], True))
     if len(sizes) == 2:
         return call("bmm", (a, b))
     batch, m, n = loop.count * sizes[0], sizes[1], sizes[2]
