@@ -50,7 +50,7 @@ def _rolled(fn: Callable[..., Any], inputs: list[Tensor]) -> tuple[int, list[str
 
 
 def _scan(a: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
-    """The slow path of Mamba: a recurrence, and a product with its state at every step."""
+    """The sequential path of Mamba: a recurrence, and a product with its state at every step."""
     h, ys = torch.zeros_like(a[:, :, 0]), []
     for t in range(a.shape[2]):
         h = a[:, :, t] * h + b[:, :, t]
