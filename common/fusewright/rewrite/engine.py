@@ -1,7 +1,7 @@
 """The rewrite engine: rules as data, each with an id, a hit counter and a switch; fuel for bisecting.
 
-A rule is a pattern over opset rows and a function that builds the replacement, or returns None to reject the match. Every rule
-must be exact: the rewritten graph gives the same bits.
+A rule is a pattern over opset rows and a function that builds the replacement, or returns None to reject the match. The rules
+of `rules` are exact: the rewritten graph gives the same bits.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from fusewright.errors import BackendCrashError
 from fusewright.forms import passes
 from fusewright.graph import constants
-from fusewright.interface import RuleLog, Verdict, Why
+from fusewright.interface import Backend, RuleLog, Verdict, Why
 from fusewright.plan.ir import Run
 from fusewright.stages.account import account
 from fusewright.stages.compilation import Compilation, Refused
@@ -26,6 +26,8 @@ def _simplify(c: Compilation) -> None:
     c.do(passes.WIDEN, c.graph, c.backend.policy().wider, c.rules)
     if "cse" not in c.options.disable_rules:
         c.rules.hits["cse"] += c.do(passes.CSE, c.graph)
+    if type(c.backend).supports is not Backend.supports:  # one that claims nothing gives eager's bits
+        c.do(passes.ROLL, c.graph, c.rules)
 
 
 def _constants(c: Compilation) -> None:
