@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from fusewright.cache.tune import Run, Tuner
+from fusewright.report import recording
 from fusewright_cpu.emit.text import Module
+from fusewright_cpu.onednn import choices, lowerings
 from fusewright_cpu.run import codegen
 from fusewright_cpu.run.sources import Source
 from tests.backends.onednn.common import BF16, F32, check
@@ -112,3 +114,50 @@ def test_a_kernel_that_was_built_to_be_measured_is_not_built_again(monkeypatch: 
     ours = torch.compile(lambda q, k, v: attention(q, k, v) + own, backend="x86_onednn", options={"cache": False})(*given)
     torch.testing.assert_close(ours, attention(*given) + own)
     assert len(built) == len(set(built)) == 2  # the attention, and the ops after it
+
+
+class OfAnImage(torch.nn.Module):
+    """Channels-last convolutions give heads with dense rows where eager's have dense columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = torch.nn.Conv2d(16, 96, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.project(x).reshape(2, 2, 48, 64).permute(0, 1, 3, 2).chunk(3, dim=3)
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v).permute(0, 1, 3, 2)
+
+
+class OfCopies(torch.nn.Module):
+    """Copies in front of attention are not made; its result is read with and without going back."""
+
+    def __init__(self, back: bool) -> None:
+        super().__init__()
+        self.project, self.back = torch.nn.Linear(64, 192), back
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (t.reshape(2, 24, 4, 16).transpose(1, 2).contiguous() for t in self.project(x).chunk(3, -1))
+        y = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+        return y.transpose(1, 2).reshape(2, 24, 64) if self.back else y * 2
+
+
+@pytest.mark.parametrize("explained", [True, False], ids=["by torch's rule", "by another"])
+@pytest.mark.parametrize(
+    ("model", "shape"),
+    [(OfAnImage(), (2, 16, 8, 8)), (OfCopies(True), (2, 24, 64)), (OfCopies(False), (2, 24, 64))],
+    ids=["image", "copies, back", "copies"],
+)
+@torch.no_grad()
+def test_torchs_attention_of_operands_that_lie_otherwise(
+    model: torch.nn.Module, shape: tuple[int, ...], explained: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: its result then lies otherwise too, so the whole graph was left to eager as a bug of the backend."""
+    monkeypatch.setattr(choices, "attention_form", lambda *_: "aten")
+    if not explained:
+        monkeypatch.setattr(lowerings, "_torchs_strides", lambda _: ())
+    x = torch.randn(shape)
+    with recording() as reports:
+        found = torch.compile(model, backend="x86_onednn", options={"cache": False})(x)
+    wanted = model(x)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    assert found.stride() == wanted.stride() and not any(r.bugs or r.superseded for r in reports)

@@ -22,7 +22,7 @@ from fusewright.toolkit.region.graph import spec_of
 from fusewright.toolkit.region.pattern import Chain, Match, chain, find, siblings
 from fusewright.toolkit.region.rewrite import Row
 from fusewright_cpu.kernels.by_hand import MOST_GEMV_ROWS, Attention
-from fusewright_cpu.onednn import choices, own, patterns, sums
+from fusewright_cpu.onednn import choices, heads, own, patterns, sums
 from fusewright_cpu.onednn.choices import FITTED, NOTHING, Product, Unary
 from fusewright_cpu.onednn.conv import depthwise, direct, pointwise
 from fusewright_cpu.onednn.folding import folded
@@ -490,12 +490,41 @@ def sdpa(m: Match, b: Builder) -> None:
             form = choices.attention_form(b.ctx, kernel, (*specs, spec_of(op.out)), sizes, factor, b.built)
             why = "" if form == "kernel" else "torch's kernel is faster for this shape"
     if why:
-        b.leave(_with_added_mask(op, b))
+        _leave_attention(_with_added_mask(op, b), b)
         b.notes[op.id] = f"ATen: {why}"
         return
     b.launch(kernel, hash_of(kernel), values, sizes, (factor,), out=op.out, op=op)
     b.close_call((op,))
     b.notes[op.id] = f"attention in one kernel{', causal' if kernel.causal else ''}"
+
+
+def _leave_attention(op: OpView, b: Builder) -> None:
+    """Leave attention to torch. Where its operands lie otherwise than in the graph, so may the result; where torch's rule does not
+    explain the graph's, the operands are copied to the graph's strides."""
+    given = next(o for o in b.graph.source.ops if o.id == op.id)
+    traced, actual = ([of(o.arg(n)) for n in heads.OPERANDS] for of, o in ((spec_of, given), (b.spec, op)))
+    if [s.stride for s in traced] == [s.stride for s in actual] or not all(s.static for s in (*traced, *actual)):
+        b.leave(op)
+    elif _torchs_strides(traced) == spec_of(given.outs[0]).stride:
+        b.leave_with(op, _torchs_strides(actual))
+    else:
+        b.with_layout(op.outs[0], spec_of(given.outs[0]).stride)  # type: ignore[arg-type]
+        back = {op.arg(n): b.row_major(op.arg(n)) for n, t in zip(heads.OPERANDS, traced, strict=True) if _row_major(t)}
+        b.leave(replace(op, args=tuple(back.get(a, a) if isinstance(a, Value) else a for a in op.args)))
+
+
+def _row_major(s: TensorSpec) -> bool:
+    return s.stride == contiguous_strides(s.shape)  # type: ignore[arg-type]
+
+
+def _torchs_strides(operands: Sequence[TensorSpec]) -> tuple[int, ...]:
+    """The strides of torch's result: like the query's if all rows are dense, else row-major."""
+    query, _, value = operands
+    shape = (*query.shape[:3], value.shape[3])
+    if any(s.stride[-1] != 1 and s.shape[-1] != 1 for s in operands):
+        return contiguous_strides(shape)  # type: ignore[arg-type]
+    like = torch.empty_strided(query.shape, query.stride, device="meta")  # type: ignore[arg-type]
+    return torch.empty_like(like).stride()
 
 
 def _with_dense_mask(op: OpView, b: Builder) -> OpView:

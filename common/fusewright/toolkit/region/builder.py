@@ -242,7 +242,8 @@ class Builder:
         always with the graph's."""
         if self.row_major_norms and any_strides:
             self._turn(op)
-        moved = [v for v in op.inputs() if v.id in self._moved and not _own_strides(op)]
+        own = _own_strides(op) and self._laid_alike(op)
+        moved = [v for v in op.inputs() if v.id in self._moved and not own]
         strides = self._strides_for(op) if moved and any_strides and not self._returned_with_others(op) else None
         if moved and strides is None:
             for v in moved:
@@ -253,6 +254,17 @@ class Builder:
                 if s is not None:
                     self.with_layout(o, s)
             self.ops.append(self.resolved(op))
+
+    def leave_with(self, op: OpView, stride: Sequence[int]) -> None:
+        """Leave `op` to the fuser with its actual operands, of which its first result has this stride."""
+        self.with_layout(op.outs[0], stride)
+        self.ops.append(self.resolved(op))
+
+    def _laid_alike(self, op: OpView) -> bool:
+        """Whether an op that accepts any strides is given such that it makes its result as in the graph: libraries choose by dense
+        rows, and order a result's dimensions like an operand's."""
+        pairs = ((v.spec, self.spec(v)) for v in op.inputs() if v.id in self._moved)
+        return op.op not in OWN_STRIDES or all(a is not None and _order(a) == _order(b) is not None for a, b in pairs)
 
     def _returned_with_others(self, op: OpView) -> bool:
         """Whether `op` is a view of memory of which several values leave the region: copied to the graph's strides one by one,
@@ -344,6 +356,15 @@ def _restored(made: Value, value: Value, ctx: CompileContext) -> tuple[Instructi
         then("aten::expand.default", copy, tuple(shape))
     last = calls.pop()
     return (*calls, replace(last, outs=(value.id,)))
+
+
+def _order(spec: TensorSpec) -> tuple[bool, list[int]] | None:
+    """Whether rows are dense, and the dimensions from the largest stride to the smallest; None for symbolic sizes."""
+    if not spec.static:
+        return None
+    dims = [d for d, size in enumerate(spec.shape) if size != 1]
+    order: list[int] = sorted(dims, key=lambda d: -spec.stride[d])  # type: ignore[operator]
+    return not dims or dims[-1] != spec.rank - 1 or spec.stride[-1] == 1, order
 
 
 def _operator(target: str) -> Any:
