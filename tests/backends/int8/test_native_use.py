@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import subprocess
@@ -165,17 +166,19 @@ def test_onednn_multiplies_signed_activations_as_fast_as_unsigned_ones(dynamic: 
         none = None, 1.0, 0, "none", [], torch.float32, 1.0, 0, 0, 0
         return ops.linear_onednn(rows, packed, scale, None, 0.02, zero, *none)
 
-    def best(signed: bool) -> float:
-        times = []
-        for _ in range(8):
-            start = time.perf_counter()
-            run(signed)
-            times.append(time.perf_counter() - start)
-        return min(times)
+    def seconds(signed: bool) -> float:
+        start = time.perf_counter()
+        run(signed)
+        return time.perf_counter() - start
 
     if not dynamic:
         torch.testing.assert_close(run(True), run(False), rtol=0, atol=0)
-    assert best(True) < 50 * best(False)
+    rounds, best = 8, {True: math.inf, False: math.inf}
+    while rounds and not best[True] < 50 * best[False]:  # for a while: threads of other processes may take both cores
+        for _ in range(8):
+            best = {signed: min(t, seconds(signed)) for signed, t in best.items()}
+        rounds -= 1
+    assert best[True] < 50 * best[False], best
 
 
 @needs_onednn
