@@ -12,14 +12,13 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from fusewright.plan.native import KernelNode
 from fusewright_triton.run.driver import driver
 from fusewright_triton.run.graph_copies import last_node
-from fusewright_triton.run.memsets import MEMSET, KernelParameters, Memset, listed
+from fusewright_triton.run.memsets import MEMSET, KernelParameters, Memset, call, listed
 
 KERNEL = 0
 """CU_GRAPH_NODE_TYPE_KERNEL."""
@@ -69,20 +68,15 @@ def captured_since(before: int) -> list[Captured]:
     return found[::-1]
 
 
-def _call(name: str, *args: Any) -> None:
-    d = driver("cuda")
-    d.call(name, getattr(d.lib, name), *args)
-
-
 def _read(node: int) -> Captured:
     kind, p, memset = ctypes.c_int(), KernelParameters(), Memset()
-    _call("cuGraphNodeGetType", ctypes.c_void_p(node), ctypes.byref(kind))
+    call("cuGraphNodeGetType", ctypes.c_void_p(node), ctypes.byref(kind))
     if kind.value == MEMSET:  # of a library's counters: they stay where they are
-        _call("cuGraphMemsetNodeGetParams", ctypes.c_void_p(node), ctypes.byref(memset))
+        call("cuGraphMemsetNodeGetParams", ctypes.c_void_p(node), ctypes.byref(memset))
         return Captured(node, bytes(memset), ())
     if kind.value != KERNEL:
         raise Unknown(f"a node of type {kind.value} was captured")
-    _call("cuGraphKernelNodeGetParams_v2", ctypes.c_void_p(node), ctypes.byref(p))
+    call("cuGraphKernelNodeGetParams_v2", ctypes.c_void_p(node), ctypes.byref(p))
     arguments = tuple(ctypes.string_at(at, size) for at, size in _arguments(p))
     p.extra = p.params = None
     return Captured(node, bytes(p), arguments)
@@ -150,8 +144,9 @@ def _node(kernel: Captured, other: Captured, spans: Sequence[tuple[int, int, int
         places.append(start)
         packed += mine
         for at in range(0, len(mine), WORD):
-            if mine[at : at + WORD] != theirs[at : at + WORD]:
-                patches.append((start + at, *_inside(mine[at : at + WORD], theirs[at : at + WORD], spans)))
+            word, moved = mine[at : at + WORD], theirs[at : at + WORD]
+            if word != moved:
+                patches.append((start + at, *_inside(word, moved, spans)))
     at = KernelParameters.params.offset
     return KernelNode(kernel.node, kernel.parameters, at, bytes(packed), tuple(places), tuple(patches))
 

@@ -112,13 +112,19 @@ def _fill(device: int) -> int:
         return 0
 
 
+def call(name: str, *args: Any) -> None:
+    """Call a driver function by its name."""
+    d = driver("cuda")
+    d.call(name, getattr(d.lib, name), *args)
+
+
 def listed(name: str, of: int) -> list[int]:
     """Return the items that a driver function lists; it is first asked for their number."""
-    d, count = driver("cuda"), ctypes.c_size_t()
-    d.call(name, getattr(d.lib, name), ctypes.c_void_p(of), None, ctypes.byref(count))
+    count = ctypes.c_size_t()
+    call(name, ctypes.c_void_p(of), None, ctypes.byref(count))
     found = (ctypes.c_void_p * max(count.value, 1))()
     if count.value:
-        d.call(name, getattr(d.lib, name), ctypes.c_void_p(of), found, ctypes.byref(count))
+        call(name, ctypes.c_void_p(of), found, ctypes.byref(count))
     return [int(h or 0) for h in found[: count.value]]
 
 
@@ -128,17 +134,13 @@ class _Graph:
     def __init__(self, handle: int, fill: int) -> None:
         self.handle, self.fill = ctypes.c_void_p(handle), ctypes.c_void_p(fill)
 
-    def call(self, name: str, *args: Any) -> None:
-        d = driver("cuda")
-        d.call(name, getattr(d.lib, name), *args)
-
     def replaced(self, handle: int) -> bool:
         """Replace a memset node by a kernel; return whether the node was one."""
         node, kind, memset = ctypes.c_void_p(handle), ctypes.c_int(), Memset()
-        self.call("cuGraphNodeGetType", node, ctypes.byref(kind))
+        call("cuGraphNodeGetType", node, ctypes.byref(kind))
         if kind.value != MEMSET:
             return False
-        self.call("cuGraphMemsetNodeGetParams", node, ctypes.byref(memset))
+        call("cuGraphMemsetNodeGetParams", node, ctypes.byref(memset))
         found = words_of(memset)
         if found is None:
             return False
@@ -146,10 +148,10 @@ class _Graph:
         new = self.added(memset.start, *found, before)
         if after:
             sources, targets = [int(new.value or 0)] * len(after), after
-            self.call(
+            call(
                 "cuGraphAddDependencies", self.handle, _array(sources), _array(targets), ctypes.c_size_t(len(after))
             )
-        self.call("cuGraphDestroyNode", node)
+        call("cuGraphDestroyNode", node)
         return True
 
     def added(self, start: int, word: int, words: int, before: Sequence[int]) -> ctypes.c_void_p:
@@ -160,7 +162,7 @@ class _Graph:
         launch = KernelParameters(self.fill, grid, block, 0, ctypes.cast(addresses, ctypes.c_void_p))
         new = ctypes.c_void_p()
         count = ctypes.c_size_t(len(before))
-        self.call(
+        call(
             "cuGraphAddKernelNode_v2", ctypes.byref(new), self.handle, _array(before), count, ctypes.byref(launch)
         )
         return new

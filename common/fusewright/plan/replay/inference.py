@@ -53,6 +53,9 @@ MOST_WRITTEN = 32 << 20
 """Bytes of large results up to which the replay writes them: recording it takes as much memory twice, and makers of larger ones
 take longer than the host."""
 
+MOST_COPIED = 1 << 20
+"""Bytes of inputs that only the makers of large results read, up to which the replay writes these: it would copy those inputs."""
+
 MOST_LATE = 8
 """Maximum number of instructions after the replay, for large results."""
 
@@ -116,8 +119,11 @@ def divide(plan: Plan, device: str) -> Parts:
         outputs = tuple(plan.outputs[k] for k in positions)
         tail = replace(part, inputs=inputs, outputs=outputs, instructions=last)
     large = sum(storage_bytes(plan.specs[results[k]]) for k in positions)
-    may_write = bool(positions) and not beside and large <= MOST_WRITTEN
-    read = {r for i in first for r in reads(i)} | (wanted_late if may_write else set())
+    read = {r for i in first for r in reads(i)}
+    others = [plan.specs[i] for i in plan.inputs if i in wanted_late - read and i in plan.specs]
+    copies = sum(storage_bytes(s) for s in others if not s.const)
+    may_write = bool(positions) and not beside and large <= MOST_WRITTEN and copies <= MOST_COPIED
+    read |= wanted_late if may_write else set()
     written = written_inputs(plan)
     used = [k for k, i in enumerate(plan.inputs) if i in read]
     fixed = tuple(k for k in used if plan.specs[plan.inputs[k]].const or plan.inputs[k] in written)
@@ -244,8 +250,12 @@ class Replayed(Recorded[_Recording]):
         r.uses += 1
         if self._all_early:
             return tuple(made)
-        late = self._late_results(r, args, made)
-        early = iter(made if r.rest is not None else made[len(late) :])
+        if r.rest is None:
+            count = len(self.parts.late)
+            late, made = made[:count], made[count:]
+        else:
+            late = self._tail([*[args[k] for k in self.parts.tail_places], *r.rest]) if self._tail is not None else ()
+        early = iter(made)
         results = []
         for k, o in enumerate(self.plan.outputs):
             if k in self.parts.late:
@@ -255,11 +265,6 @@ class Replayed(Recorded[_Recording]):
             else:
                 results.append(next(early) if isinstance(o, Ref) else o)
         return tuple(results)
-
-    def _late_results(self, r: _Recording, args: list[Any], made: Sequence[torch.Tensor]) -> Sequence[Any]:
-        if r.rest is None:
-            return made[: len(self.parts.late)]
-        return self._tail([*[args[k] for k in self.parts.tail_places], *r.rest]) if self._tail is not None else ()
 
     def _recorded(self, key: tuple[Hashable, ...], args: list[Any], prepared: Prepared | None) -> _Recording | None:
         """Make a recording for `key`; None if replay is given up, or for the first call of a plan that is not warmed up: it loads

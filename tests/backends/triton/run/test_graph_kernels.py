@@ -95,7 +95,8 @@ class Driver:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     made = Driver()
-    monkeypatch.setattr(graph_kernels, "driver", lambda kind: made)
+    for module in (graph_kernels, memsets):
+        monkeypatch.setattr(module, "driver", lambda kind: made)
     monkeypatch.setattr(graph_kernels, "here", lambda: 3)
     monkeypatch.setattr(graph_kernels, "listed", lambda name, of: made.before[of])
     return made
