@@ -30,9 +30,8 @@ def aot_compile(
     gm: GraphModule, inputs: Sequence[Any], *, forward: _Compiler, backward: _Compiler, inference: _Compiler,
     joint: Callable[[Graph], None],
 ) -> Callable[..., Any]:
-    """Pass a Dynamo graph to AOTAutograd with the min-cut partitioner, as the `aot_eager` backend does. `joint` rewrites the
-    joint graph of forward and backward before it is cut in two, and merges equal calls: torch's own pass imports all of
-    Inductor's lowerings (0.7 s) to count writes."""
+    """Pass a Dynamo graph to AOTAutograd with the min-cut partitioner, as `aot_eager` does. `joint` rewrites the joint graph
+    before it is cut in two, and merges equal calls: torch's own pass imports Inductor's lowerings (0.7 s) to count writes."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch import config
     from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -52,9 +51,8 @@ _RESIZING = ("upsample_nearest2d", "upsample_bilinear2d", "upsample_bicubic2d")
 
 @contextlib.contextmanager
 def _resizing_whole() -> Iterator[None]:
-    """Make autograd record resizing as one operator and its gradient as another. AOTAutograd would otherwise trace torch's
-    Python forms, whose gradient is one accumulating scatter per tap. Symbolic sizes keep the Python forms, because the shape
-    functions of the gradients do not support them."""
+    """Make autograd record resizing as one operator and its gradient as another, not torch's Python forms, whose gradient is one
+    accumulating scatter per tap. Symbolic sizes keep those: the shape functions of the gradients do not support them."""
     from torch._decomp.decompositions import upsample_compute_output_size as sizes
 
     def whole(packet: Any, decomposed: Any, x: Any, size: Any, *rest: Any) -> Any:
@@ -461,7 +459,9 @@ def disable_autocast() -> Any:
 
 
 def storage_id(t: torch.Tensor) -> int:
-    """Identity of the memory behind a (fake) tensor: equal for a tensor and its views."""
+    """Identity of the memory behind a (fake) tensor, equal for a tensor, its views and what torch.func wraps around it."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(t):
+        t = torch._C._functorch.get_unwrapped(t)
     return int(t.untyped_storage()._cdata)
 
 

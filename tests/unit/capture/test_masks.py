@@ -69,6 +69,10 @@ def changed_through_a_view(q: torch.Tensor) -> torch.Tensor:
     return F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
 
 
+def past_beside_writes_under_vmap(q: torch.Tensor) -> torch.Tensor:
+    return past(torch.vmap(lambda x: x.clone().add_(1))(q))
+
+
 @pytest.mark.parametrize(("fn", "causal"), [(everything, False), (past, True), (past_added, True)])
 def test_constant_masks_go(fn: Any, causal: bool) -> None:
     count, call = folded(fn, torch.randn(2, 1, L, 4))
@@ -82,6 +86,11 @@ def test_constant_masks_go(fn: Any, causal: bool) -> None:
 def test_other_masks_stay(fn: Any) -> None:
     count, _ = folded(fn, torch.randn(2, 1, L, 4))
     assert count == 0
+
+
+def test_writes_to_what_vmap_wraps_are_seen() -> None:
+    count, call = folded(past_beside_writes_under_vmap, torch.randn(2, 1, L, 4))
+    assert (count, call.kwargs.get("is_causal")) == (1, True)
 
 
 def test_a_mask_that_is_an_input_stays() -> None:
