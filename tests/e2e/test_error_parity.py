@@ -53,6 +53,19 @@ def test_a_compiled_call_says_what_eager_says(backend: str, name: str) -> None:
     check(backend, CALLS[name], name)
 
 
+@pytest.mark.parametrize("backend", ["x86_onednn", "nvidia_triton"])
+def test_what_a_join_or_a_pad_leaves_out_is_not_divided(backend: str) -> None:
+    def fn(a: torch.Tensor, d: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        parts = [op(a * 3, d[k : k + 4]) for k, op in enumerate((torch.remainder, torch.fmod, torch.floor_divide))]
+        return torch.cat(parts, -1), torch.nn.functional.pad(a // d[:4], (1, 2))
+
+    if "triton" in backend:
+        pytest.importorskip("triton", reason="triton is not installed; pip install './backends/triton[simulate]'")
+    args = torch.arange(-8, 8).view(2, 8, 1), torch.tensor([2, -3, 1, 4, 5, -6])
+    for got, want in zip(compiled(fn, backend)(*args), fn(*args), strict=True):
+        assert torch.equal(got, want)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_call_on_every_backend(backend: str) -> None:

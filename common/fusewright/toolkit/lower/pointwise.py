@@ -56,9 +56,12 @@ def formula(
         given = [op.arg(n) for n in names]
         if compute == "args" or rounds:
             given = [_rounded(a, dtype) for a in given]
+        values = [None if a is None else e(a, at, t) for a in given]
         if divides and TYPES[t].kind == "int" and isinstance(given[1], Value):
             e.checked("divisor", at)
-        return code(e.b, op, *(None if a is None else e(a, at, t) for a in given))
+            if e.mask is not None:  # where nothing is needed, nothing is read, and the zero in its place is no error
+                values[1] = e.b.where(e.mask, values[1], e.b.const(1, t))
+        return code(e.b, op, *values)
 
     def checked(op: OpView) -> str | None:
         dtype = op.out.spec.dtype if compute == "out" else promoted(op, names)  # type: ignore[union-attr]
