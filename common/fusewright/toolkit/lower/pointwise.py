@@ -57,10 +57,11 @@ def formula(
         if compute == "args" or rounds:
             given = [_rounded(a, dtype) for a in given]
         values = [None if a is None else e(a, at, t) for a in given]
-        if divides and TYPES[t].kind == "int" and isinstance(given[1], Value):
+        divisor = values[1] if divides and TYPES[t].kind == "int" and isinstance(given[1], Value) else None
+        if divisor is not None:
             e.checked("divisor", at)
             if e.mask is not None:  # where nothing is needed, nothing is read, and the zero in its place is no error
-                values[1] = e.b.where(e.mask, values[1], e.b.const(1, t))
+                values[1] = e.b.where(e.mask, divisor, e.b.const(1, t))
         return code(e.b, op, *values)
 
     def checked(op: OpView) -> str | None:
