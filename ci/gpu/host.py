@@ -246,7 +246,7 @@ def plain(text: str) -> dict[str, Callable[[], Any]]:
     calls = {"eager": made(lambda module: module)}
     for way in ("python", "native") if native.extension() else ("python",):
         os.environ["FUSEWRIGHT_NATIVE"] = str(int(way == "native"))
-        options = {**OURS["options"], "graphs": False, "verify": way == "native"}  # different options, so separate code
+        options = {**OURS["options"], "graphs": False, "never_slower": False, "verify": way == "native"}  # by `verify` they differ
         dynamic = True if mode == "dynamic" else None
         calls[way] = made(functools.partial(torch.compile, **{**OURS, "options": options}, dynamic=dynamic))
         for _ in range(4):
