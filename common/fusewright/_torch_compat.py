@@ -607,10 +607,10 @@ def current_call() -> DynamoCall | None:
 
 
 def arguments_of_call() -> list[Any]:
-    """In one of `DynamoCall.hooks`: the arguments of the call."""
+    """In one of `DynamoCall.hooks`: whether the module that is called trains, if it is one, and the arguments of the call."""
     start = _frames_of_call()[-1]
-    given = start.f_locals if start else {"args": (), "kwargs": {}}  # copies all locals
-    return [*given["args"], *given["kwargs"].values()]
+    given = start.f_locals if start else {"fn": None, "args": (), "kwargs": {}}  # copies all locals
+    return [getattr(getattr(given["fn"], "__self__", None), "training", None), *given["args"], *given["kwargs"].values()]
 
 
 def _frames_of_call() -> list[FrameType | None]:

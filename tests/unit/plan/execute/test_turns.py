@@ -13,10 +13,11 @@ import torch
 from fusewright.plan.execute import broken, compared
 from fusewright.plan.execute.broken import BrokenCalls
 from fusewright.plan.execute.compared import Verdict
-from fusewright.plan.execute.turns import CALLS, FIRST, GAP, ROUNDS, STEPS
+from fusewright.plan.execute.turns import CALLS, FIRST, GAP, LONGER, ROUNDS, STEPS
 
-DECIDED = FIRST + ROUNDS * (2 * STEPS + GAP)
+DECIDED = FIRST + ROUNDS * (2 * STEPS + GAP + LONGER * ROUNDS // 2)
 """A call after the last round."""
+
 
 class Program:
     """A training program with a fake clock. `forward` and `backward` are seconds of either side; `ran` says who ran the calls."""
