@@ -32,7 +32,7 @@ log = logging.getLogger("fusewright")
 
 clock = time.perf_counter
 
-LOOKED = 8
+LOOKED = 16
 """As long as all calls were of the same sizes, those of one call in so many are looked at, unless it is part of a round: in the
 caches that a step leaves cold, that takes longer than everything else here."""
 
@@ -55,7 +55,9 @@ class BrokenCalls:
         self._thread: int | None = None
         self._inside = False
         self._only: dict[bool, Trial | None] = {}
+        self._decided: dict[bool, tuple[Callable[[], None], Callable[[], None]]] = {}
         self._looked = 0
+        self._resets = _resets()
 
     def __deepcopy__(self, _: object) -> BrokenCalls:
         """A copied function runs the same code, and the same graphs, with a comparison of its own."""
@@ -75,9 +77,12 @@ class BrokenCalls:
 
     def has_another(self, call: compat.DynamoCall) -> bool:
         """Note a graph that is compiled in a call. Return whether the call has another one."""
+        if self._resets != _resets():
+            self._forget()
         for trial in self._trials.values():
             if trial.times or trial.begun is not None:
                 self._drop(trial)  # a call that compiles is long
+        self._decided.clear()
         running = {_place(code) for code in call.running}
         inside = any(_place(code) in running for code in self._traced)
         entered = _code_of(call.entered)
@@ -91,14 +96,23 @@ class BrokenCalls:
 
     def __call__(self) -> Callable[[], None]:
         """What Dynamo calls at the start of each call. Return what it calls at the end."""
-        if not compat.around_compilations(_until_reset, _until_reset):
-            self._forget()
         training = torch.is_grad_enabled()
+        decided = self._decided.get(training)
+        self._looked += 1
         if torch.are_deterministic_algorithms_enabled() or (training and compat.saved_elsewhere()):
             return at_once  # a checkpoint's second call must save what its first one did
+        if decided is None or self._looked % LOOKED == 0 or self._resets != _resets():
+            return self._looked_at(training)
+        begin, end = decided
+        begin()
+        return end
+
+    def _looked_at(self, training: bool) -> Callable[[], None]:
+        """A call before the verdict, or one whose sizes may not be those of the verdict."""
+        if self._resets != _resets():
+            self._forget()
         trial = self._only.get(training)
-        self._looked += 1
-        if trial is None or self._looked % LOOKED == 0 or (trial.verdict is None and trial.calls + 1 >= trial.next):
+        if trial is None or self._looked % LOOKED == 0 or trial.calls + 1 >= trial.next:
             trial = self._trial(training)
         if trial is None or trial.verdict == "plan":
             return at_once
@@ -162,7 +176,9 @@ class BrokenCalls:
         self._trials.clear()
         self._devices.clear()
         self._only.clear()
+        self._decided.clear()
         self._wait, self._thread, self._inside = at_once, None, False
+        self._resets = _resets()
 
     def _trial(self, training: bool) -> Trial | None:
         key = (training, *_sizes(compat.arguments_of_call()))
@@ -171,6 +187,10 @@ class BrokenCalls:
         trial = self._trials.get(key)
         alone = sum(other.steps == training for other in self._trials.values()) == 1
         self._only[training] = trial if alone else None
+        self._decided.pop(training, None)
+        if trial is not None and alone and trial.verdict is not None:
+            ways = [compat.skips(code) for code in self.codes] if trial.verdict == "eager" else []
+            self._decided[training] = _all(begin for begin, _ in ways), _all(end for _, end in ways)
         return trial
 
     def _in_eager(self) -> Callable[[], None]:
@@ -232,7 +252,18 @@ def _skip(codes: Iterable[CodeType], more: int) -> None:
             if before + more:
                 _skipped[code] = before + more
             if not before or not before + more:
-                compat.set_skipped(code, not before)
+                compat.skips(code)[bool(before)]()
+
+
+def _all(functions: Iterable[Callable[[], None]]) -> Callable[[], None]:
+    """One function that calls all of these."""
+    those = tuple(functions)
+
+    def call() -> None:
+        for function in those:
+            function()
+
+    return call if len(those) > 1 else next(iter(those), at_once)
 
 
 def _code_of(function: object) -> CodeType | None:
@@ -263,6 +294,16 @@ def _until_reset(_: object) -> None:
     """What Dynamo calls around compilations as long as there was no reset."""
 
 
+_count = 0
+
+
+def _resets() -> int:
+    """The number of times that `torch.compiler.reset` was noticed here."""
+    global _count
+    _count += not compat.around_compilations(_until_reset, _until_reset)
+    return _count
+
+
 class _Unwatched:
     """The hook of a function that was loaded."""
 
@@ -279,7 +320,6 @@ def watch(name: str, may: Callable[[], bool], inputs: Sequence[Any]) -> None:
     call, devices = compat.current_call(), compared.devices(inputs)
     if call is None or not all(can_wait(d.type) for d in devices):
         return
-    compat.around_compilations(_until_reset, _until_reset)
     copied = next((hook for hook in call.hooks if isinstance(hook, BrokenCalls)), None)
     calls = _known.setdefault(call.function, copied or BrokenCalls(name, may))
     calls.runs_on(devices)

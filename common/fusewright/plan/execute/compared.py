@@ -263,10 +263,10 @@ class Tally:
 
     def add(self, trial: Trial) -> None:
         if self._thread == threading.get_ident():
-            known = trial.eager < math.inf
+            known, tiny = trial.eager < math.inf, 2 if trial.eager < TINY else 1
             self.plan += trial.plan if known else 0.0
-            self.least += trial.eager / (1 if trial.eager >= TINY else 2) if known else 0.0
-            self.about += trial.whole
+            self.least += trial.eager / tiny if known else 0.0
+            self.about += trial.whole / (tiny if trial.whole <= STOPPED * trial.plan else 1)
 
 
 tally: Tally | None = None

@@ -158,7 +158,8 @@ class Trial:
         sides: dict[Verdict, list[float]] = {"plan": self.times[: self.length], "eager": eager}
         self.longest = {who: min(self.longest.get(who, math.inf), max(times)) for who, times in sides.items()}
         self.even = self.even and (not self.steps or max(map(_mean_to_median, sides.values())) <= EVEN)
-        self.costs.append(max(0.0, sum(eager) / max(plan, 1e-9) - len(eager)))  # clocks may stand still
+        usual = sum(sides["plan"]) / self.length  # on a busy machine, both sides take longer
+        self.costs.append(max(0.0, sum(eager) / max(usual, 1e-9) - len(eager)))  # clocks may stand still
         self.rounds += 1
         self.drop()
         self.next = max(self.next, math.ceil(SHARE * (sum(self.costs) + max(self.costs))))
