@@ -17,7 +17,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from functools import partial
 from types import CodeType
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
@@ -59,17 +59,6 @@ class BrokenCalls:
         self._looked = 0
         self._resets = _resets()
 
-    def __deepcopy__(self, _: object) -> BrokenCalls:
-        """A copied function runs the same code, and the same graphs, with a comparison of its own."""
-        copied = BrokenCalls(self.name, self._may)
-        copied.codes, copied._traced = set(self.codes), set(self._traced)
-        copied.runs_on(self._devices)
-        return copied
-
-    def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
-        """Where a function is loaded, its graphs are compiled anew, and it is watched again."""
-        return _Unwatched, ()
-
     def runs_on(self, devices: Iterable[torch.device]) -> None:
         """Note devices, not the host, that a graph runs on."""
         self._devices.update(dict.fromkeys(devices))
@@ -92,7 +81,9 @@ class BrokenCalls:
         self._call = call.id
         self._traced.add(call.code)
         self.codes.add(first)
-        return another
+        if another:
+            _parted.add(first)
+        return another or first in _parted
 
     def __call__(self) -> Callable[[], None]:
         """What Dynamo calls at the start of each call. Return what it calls at the end."""
@@ -304,12 +295,8 @@ def _resets() -> int:
     return _count
 
 
-class _Unwatched:
-    """The hook of a function that was loaded."""
-
-    def __call__(self) -> Callable[[], None]:
-        return at_once
-
+_parted: WeakSet[CodeType] = WeakSet()
+"""What calls with breaks enter. Another function of the same code may find some of its graphs compiled already."""
 
 _known: WeakKeyDictionary[Any, BrokenCalls] = WeakKeyDictionary()
 """By compiled function."""
@@ -320,8 +307,7 @@ def watch(name: str, may: Callable[[], bool], inputs: Sequence[Any]) -> None:
     call, devices = compat.current_call(), compared.devices(inputs)
     if call is None or not all(can_wait(d.type) for d in devices):
         return
-    copied = next((hook for hook in call.hooks if isinstance(hook, BrokenCalls)), None)
-    calls = _known.setdefault(call.function, copied or BrokenCalls(name, may))
+    calls = _known.setdefault(call.function, BrokenCalls(name, may))
     calls.runs_on(devices)
     if calls.has_another(call) and calls not in call.hooks:
         call.hooks.append(calls)

@@ -343,3 +343,165 @@ def test_calls_that_must_be_deterministic_stay_compiled(world: World, training: 
     finally:
         torch.use_deterministic_algorithms(False)
     assert set(world.ran) == {"plan"}
+
+
+def test_layers_that_share_a_graph_are_compared_with_the_function_that_calls_them(world: World) -> None:
+    """A break in a loop: the function that is called has no graph, and one is compiled for all layers."""
+
+    def layer(x: Tensor) -> Tensor:
+        return x.sin()
+
+    @torch.compiler.disable
+    def works() -> None:
+        world.works(looped)
+
+    def looped(x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = layer(x)
+            torch._dynamo.graph_break()
+        works()
+        return x
+
+    g = compiled(looped)
+    g(X)
+    (calls,) = [c for c in broken._known.values() if looped.__code__ in c.codes]
+    for _ in range(DECIDED):
+        g(X)
+    (trial,) = calls._trials.values()
+    assert trial.verdict is not None
+
+
+def test_calls_are_compared_while_an_error_is_handled(world: World) -> None:
+    """Such as those of a program that goes on in an `except` clause."""
+    g = compiled(in_two_parts(world))
+    try:
+        raise ValueError("handled")
+    except ValueError:
+        for _ in range(DECIDED):
+            g(X)
+    assert world.ran[-1] == "eager"
+
+
+def test_sizes_inside_of_containers_and_numbers_have_verdicts_of_their_own(world: World) -> None:
+    @torch.compiler.disable
+    def works() -> None:
+        world.works(of_dict)
+
+    def of_dict(inputs: dict[str, list[Tensor]], count: int) -> Tensor:
+        x = inputs["x"][0].sin()
+        works()
+        return x.cos() * count
+
+    g = torch.compile(of_dict, backend="fusewright_null")
+    for _ in range(DECIDED):
+        g({"x": [X]}, 1)
+    assert world.ran[-1] == "eager"
+    for given, count in ((torch.zeros(100), 1), (X, 900)):
+        for _ in range(LOOKED):
+            g({"x": [given]}, count)
+        assert world.ran[-1] == "plan"
+
+
+def test_a_module_that_trains_and_one_that_does_not_have_verdicts_of_their_own(world: World) -> None:
+    class Parts(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.nn.functional.dropout(x.sin(), 0.5, self.training)
+            works()
+            return x.cos()
+
+    @torch.compiler.disable
+    def works() -> None:
+        world.works(Parts.forward)
+
+    module = Parts().eval()
+    g = torch.compile(module, backend="fusewright_null")
+    for _ in range(DECIDED):
+        g(X)
+    assert world.ran[-1] == "eager"
+    module.train()
+    for _ in range(LOOKED):
+        g(X)
+    assert world.ran[-1] == "plan"
+
+
+def scaled_in_two_parts(world: World, scale: list[float]) -> Callable[[Tensor], Tensor]:
+    @torch.compiler.disable
+    def works() -> None:
+        world.works(scaled)
+
+    def scaled(x: Tensor) -> Tensor:
+        x = x.sin() * scale[0]
+        works()
+        return x.cos()
+
+    return scaled
+
+
+def test_a_function_that_finds_its_second_graph_compiled_is_watched(world: World) -> None:
+    """By another one of the same code, which differs in the first part."""
+    for scale in (1.0, 2.0):
+        g = compiled(scaled_in_two_parts(world, [scale]))
+        for _ in range(DECIDED):
+            g(X)
+        assert world.ran[-1] == "eager"
+
+
+def test_a_reset_begins_anew_for_every_function(world: World) -> None:
+    """Whichever is called first after it."""
+    one, other = compiled(in_two_parts(world)), compiled(scaled_in_two_parts(world, [1.0]))
+    for g in (one, other):
+        for _ in range(DECIDED):
+            g(X)
+        assert world.ran[-1] == "eager"
+    torch.compiler.reset()
+    for g in (one, other):
+        g(X)
+        assert world.ran[-1] == "plan"
+
+
+def test_a_round_in_which_a_graph_is_compiled_does_not_count(world: World) -> None:
+    """That takes seconds, say for another value that the function's guards ask for."""
+    scale = [1.0]
+    scaled = scaled_in_two_parts(world, scale)
+    g = compiled(scaled)
+    for _ in range(FIRST + CALLS // 2):
+        g(X)
+    calls = [c for c in broken._known.values() if scaled.__code__ in c.codes][-1]
+    (trial,) = calls._trials.values()
+    assert trial.times
+    scale[0] = 2.0
+    assert torch.equal(g(X), (X.sin() * 2).cos())
+    assert not trial.times and trial.next > trial.calls and compared.turn.take(object())
+
+
+def test_another_size_is_noticed_within_a_few_calls(world: World) -> None:
+    """The sizes of each call are looked at again from then on."""
+    g = compiled(in_two_parts(world))
+    for _ in range(DECIDED):
+        g(X)
+    world.ran.clear()
+    for _ in range(LOOKED):
+        g(torch.zeros(64))
+    assert world.ran.count("eager") < LOOKED
+    g(X)
+    assert world.ran[-1] == "eager"
+    g(torch.zeros(64))
+    assert world.ran[-1] == "plan"
+
+
+@pytest.mark.parametrize("what", ["checkpoint", "deterministic"])
+def test_a_verdict_for_eager_does_not_hold_where_calls_must_stay_compiled(world: World, what: str) -> None:
+    g = compiled(in_two_parts(world))
+    with torch.enable_grad():
+        for _ in range(TRAINED):
+            step(g, world)
+        assert world.ran[-1] == "eager"
+        for _ in range(2 * LOOKED):
+            if what == "deterministic":
+                torch.use_deterministic_algorithms(True)
+            try:
+                with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+                    g(X.clone().requires_grad_())
+            finally:
+                torch.use_deterministic_algorithms(False)
+            assert world.ran[-1] == "plan"
