@@ -4,8 +4,8 @@ Callers always get the plan's results until a verdict: eager runs in addition, a
 dropped. Shadows are stopped after STOPPED times the plan's time, and spread so that their time is at most SHARE of the plan's. A
 pair is the time of a shadow and of the plan's call after it, which favours the plan: its inputs are then in the cache. The plan
 stays after WINS pairs in which it is not slower, and eager replaces it after LOSSES in which it is. What a shadow runs for the
-first time warms up, and is no pair: if it is stopped there, the next one comes further. Forward and backward have one verdict, because
-kernels of one half rely on the layout of what the other half hands over; a shadow of each makes a pair.
+first time warms up, and is no pair: if it is stopped there, the next one comes further. Forward and backward have one verdict,
+because kernels of one half rely on the layout of what the other half hands over; a shadow of each makes a pair.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ class Times:
 
 @dataclass(frozen=True)
 class Pair:
-    """Seconds of eager (at least so many if it was `stopped`, and then `whole` by estimate) and of the plan in one call; `cost` is what
-    the call took longer. `cold` if eager ran something for the first time."""
+    """Seconds of eager (at least so many if it was `stopped`, and then `whole` by estimate) and of the plan in one call; `cost` is
+    what the call took longer. `cold` if eager ran something for the first time."""
 
     eager: float = 0.0
     plan: float = 0.0
@@ -254,8 +254,8 @@ turn = Turn()
 
 
 class Tally:
-    """Seconds that the graphs run by this thread take: the plans, and eager at `least` and `about`, which is infinite if it was never
-    measured. Backwards are counted with their forwards."""
+    """Seconds that the graphs run by this thread take: the plans, and eager at `least` and `about`, which is infinite if it was
+    never measured. Backwards are counted with their forwards."""
 
     def __init__(self) -> None:
         self.plan = self.least = self.about = 0.0
@@ -288,7 +288,7 @@ class Comparison:
         self._alike = True
 
     def half(self, gm: GraphModule, phase: Phase) -> Half | None:
-        """A graph that is about to be compiled, for `add`, without eager if its plan stays in any case; None if nobody asks for it."""
+        """A graph that is about to be compiled, for `add`, without eager if its plan stays in any case; None if nobody asks."""
         why = why_not(gm.graph)
         if phase == "backward":
             trial = self._trials.get(())

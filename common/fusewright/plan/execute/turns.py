@@ -42,7 +42,7 @@ EVEN = 1.05
 LESS = 0.8
 """There is no round if what is compiled takes so much of what eager takes for the graphs alone: few times are known of those."""
 
-AHEAD, ESTIMATED = 4.0, 1.25
+AHEAD, ESTIMATED = 3.2, 1.25
 """Calls that eager may take longer at once: less than the share of the first hundred. An estimate counts so many times."""
 
 UNKNOWN = 50.0

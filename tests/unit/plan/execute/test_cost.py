@@ -1,4 +1,4 @@
-"""What the comparisons with eager cost, and when they end: simulated programs of graphs and breaks with a fake clock, whose times vary."""
+"""What the comparisons with eager cost, and when they end: simulated programs with a fake clock, whose times vary."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def traced() -> GraphModule:
 
 
 class Program:
-    """A function of `graphs` alike graphs, whose plans take `seconds` together and eager `ratio` times as long. In training backward
-    takes as long as forward. With a `hook`, calls are watched and take `around` more while they are compiled. Times vary by
+    """A function of `graphs` alike graphs, whose plans take `seconds` together and eager `ratio` times as long. In training
+    backward takes as long as forward. With a `hook`, calls are watched and take `around` more while they are compiled. Times vary by
     `noise`, and a few are twice as long. `shadows` and `rounds` are what the comparisons cost so far in seconds."""
 
     def __init__(
@@ -146,7 +146,7 @@ def test_each_comparison_costs_five_calls_in_the_first_hundred_at_most(
     p.many(100)
     assert p.shadows <= SHARE * p.typical and p.rounds <= SHARE * p.typical
     p.many(300)
-    assert p.shadows + p.rounds <= SHARE * p.typical
+    assert p.shadows <= SHARE * p.typical and p.rounds <= SHARE * p.typical
 
 
 @pytest.mark.parametrize("ratio", RATIOS)
@@ -205,7 +205,7 @@ def test_a_round_waits_for_long_if_nobody_knows_what_eager_takes(monkeypatch: py
 
 @pytest.mark.parametrize("cold", [3.0, 30.0])
 def test_eager_that_is_cold_at_first_loses_nothing(monkeypatch: pytest.MonkeyPatch, cold: float) -> None:
-    """Kernels load and are chosen in its first run, which takes the time of many calls: it is stopped, and goes on in a later one."""
+    """Kernels load and are chosen in its first run, which takes the time of many calls: it is stopped, and goes on later."""
     p = Program(monkeypatch, 0.8, cold=cold, hook=False, graphs=1)
     p.many(100)
     assert p.shadows <= SHARE * p.typical

@@ -37,7 +37,8 @@ class Program:
         monkeypatch.setattr(broken, "has_room", self.has_room)
         monkeypatch.setattr(broken.compat, "around_compilations", lambda start, end: True)  # no reset
         monkeypatch.setattr(broken.compat, "arguments_of_call", list)
-        monkeypatch.setattr(broken.compat, "skips", lambda code: [partial(self.skipped.__setitem__, code, s) for s in (True, False)])
+        skips = self.skipped.__setitem__
+        monkeypatch.setattr(broken.compat, "skips", lambda code: [partial(skips, code, s) for s in (True, False)])
         monkeypatch.setattr(compared, "waiting", lambda devices: lambda: self.waits.append(self.now))
 
     def watched(self) -> BrokenCalls:
