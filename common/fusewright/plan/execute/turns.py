@@ -118,7 +118,7 @@ class Trial:
             self._weigh()
         elif len(eager) == self.length:
             self._end(eager, self._figure(eager))
-        elif eager and sum(eager) > (COLD if len(eager) == 1 else STOPPED) * self._longest(len(eager)):
+        elif eager and (sum(eager) > (COLD if len(eager) == 1 else STOPPED) * self._longest(len(eager)) or self._spends(eager)):
             self._end(eager, math.inf)
 
     def drop(self) -> None:
@@ -146,6 +146,15 @@ class Trial:
         """Seconds of so many compiled calls in a row, wherever in a step they begin."""
         return max(sum(self.times[k : k + count]) for k in range(self.length - count + 1))
 
+    def _spends(self, eager: list[float]) -> bool:
+        """Whether eager's part costs more than it may, by chance or a wrong estimate."""
+        return self._cost(eager) > max(AHEAD, self.calls / SHARE) - sum(self.costs)
+
+    def _cost(self, eager: list[float]) -> float:
+        """What eager's part took longer, in compiled calls of the round: on a busy machine, both sides take longer."""
+        usual = sum(self.times[: self.length]) / self.length
+        return max(0.0, sum(eager) / max(usual, 1e-9) - len(eager))  # clocks may stand still
+
     def _figure(self, times: list[float]) -> float:
         """Of one side of a round, in seconds per call: the mean of steps, or the fastest of calls, the first of which warms up."""
         return sum(times) / len(times) if self.steps else min(times[1:])
@@ -158,8 +167,7 @@ class Trial:
         sides: dict[Verdict, list[float]] = {"plan": self.times[: self.length], "eager": eager}
         self.longest = {who: min(self.longest.get(who, math.inf), max(times)) for who, times in sides.items()}
         self.even = self.even and (not self.steps or max(map(_mean_to_median, sides.values())) <= EVEN)
-        usual = sum(sides["plan"]) / self.length  # on a busy machine, both sides take longer
-        self.costs.append(max(0.0, sum(eager) / max(usual, 1e-9) - len(eager)))  # clocks may stand still
+        self.costs.append(self._cost(eager))
         self.rounds += 1
         self.drop()
         self.next = max(self.next, math.ceil(SHARE * (sum(self.costs) + max(self.costs))))

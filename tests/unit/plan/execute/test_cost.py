@@ -31,7 +31,7 @@ def traced() -> GraphModule:
 
 class Program:
     """A function of `graphs` alike graphs, whose plans take `seconds` together and eager `ratio` times as long. In training
-    backward takes as long as forward. With a `hook`, calls are watched and take `around` more while they are compiled. Times vary by
+    backward takes as long. With a `hook`, calls are watched and take `around` more while they are compiled. Times vary by
     `noise`, and a few are twice as long. `shadows` and `rounds` are what the comparisons cost so far in seconds."""
 
     def __init__(
