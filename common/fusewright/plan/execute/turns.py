@@ -26,7 +26,7 @@ CALLS, STEPS = 4, 12
 GAP = 13
 """Calls between rounds at least: a disturbance lasts for several calls. Rounds begin at different calls of a step then."""
 
-LONGER = 4
+LONGER = 2
 """Calls by which each gap of steps is longer than the one before: what comes as often as rounds do meets another part of each."""
 
 ROUNDS = 6
@@ -36,7 +36,7 @@ FEW_ROUNDS, FASTER = 2, 0.9
 """So many are enough if what is compiled is this much faster; one more if eager's part ended early in all, as a cold one may, and
 if eager is this much faster in its worst round than what is compiled in its best one, and all were even."""
 
-EVEN = 1.05
+EVEN = 1.08
 """The mean of steps in terms of their median, at most, if each has a backward: one more in a round makes less than FASTER then."""
 
 LESS = 0.8
