@@ -607,10 +607,10 @@ def current_call() -> DynamoCall | None:
 
 
 def arguments_of_call() -> list[Any]:
-    """In one of `DynamoCall.hooks`: the arguments of the call."""
+    """In one of `DynamoCall.hooks`: whether the module that is called trains, if it is one, and the arguments of the call."""
     start = _frames_of_call()[-1]
-    given = start.f_locals if start else {"args": (), "kwargs": {}}  # copies all locals
-    return [*given["args"], *given["kwargs"].values()]
+    given = start.f_locals if start else {"fn": None, "args": (), "kwargs": {}}  # copies all locals
+    return [getattr(getattr(given["fn"], "__self__", None), "training", None), *given["args"], *given["kwargs"].values()]
 
 
 def _frames_of_call() -> list[FrameType | None]:
@@ -621,15 +621,11 @@ def _frames_of_call() -> list[FrameType | None]:
     return found
 
 
-def set_skipped(code: CodeType, skipped: bool) -> None:
-    """Let Python run `code` and what it calls, or let Dynamo do so again."""
-    torch._dynamo.eval_frame.set_code_exec_strategy(code, _strategy(skipped))
-
-
-@functools.cache
-def _strategy(skipped: bool) -> Any:
-    made: Any = torch._dynamo.types
-    return made.FrameExecStrategy(*[made.FrameAction.SKIP if skipped else made.FrameAction.DEFAULT] * 2)
+def skips(code: CodeType) -> list[Callable[[], None]]:
+    """Two functions: one lets Python run `code` and what it calls, one lets Dynamo do so again."""
+    made, change = torch._dynamo.types, torch._dynamo.eval_frame.set_code_exec_strategy
+    ways = (made.FrameExecStrategy(action, action) for action in (made.FrameAction.SKIP, made.FrameAction.DEFAULT))
+    return [functools.partial(change, code, way) for way in ways]
 
 
 def around_compilations(start: Callable[[Any], None], end: Callable[[Any], None]) -> bool:

@@ -13,24 +13,28 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import CodeType
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
 from fusewright import _torch_compat as compat
 from fusewright.interface import HOST
 from fusewright.plan.execute import compared
-from fusewright.plan.execute.compared import MOST_CLASSES, Verdict, at_once
+from fusewright.plan.execute.compared import MOST_CLASSES, Tally, Verdict, at_once
 from fusewright.plan.execute.shadow import can_wait, has_room
 from fusewright.plan.execute.turns import Trial
 
 log = logging.getLogger("fusewright")
 
 clock = time.perf_counter
+
+LOOKED = 16
+"""As long as all calls were of the same sizes, those of one call in so many are looked at, unless it is part of a round: in the
+caches that a step leaves cold, that takes longer than everything else here."""
 
 LEFT = 10.0
 """Seconds without a call after which others may measure. Around graphs, what takes so long is no part of it."""
@@ -50,6 +54,10 @@ class BrokenCalls:
         self._trials: dict[Hashable, Trial] = {}
         self._thread: int | None = None
         self._inside = False
+        self._only: dict[bool, Trial | None] = {}
+        self._decided: dict[bool, tuple[Callable[[], None], Callable[[], None]]] = {}
+        self._looked = 0
+        self._resets = _resets()
 
     def runs_on(self, devices: Iterable[torch.device]) -> None:
         """Note devices, not the host, that a graph runs on."""
@@ -58,23 +66,45 @@ class BrokenCalls:
 
     def has_another(self, call: compat.DynamoCall) -> bool:
         """Note a graph that is compiled in a call. Return whether the call has another one."""
+        if self._resets != _resets():
+            self._forget()
+        for trial in self._trials.values():
+            if trial.times or trial.begun is not None:
+                self._drop(trial)  # a call that compiles is long
+        self._decided.clear()
         running = {_place(code) for code in call.running}
         inside = any(_place(code) in running for code in self._traced)
-        another = inside or (self._call == call.id and call.code not in self._traced)
+        entered = _code_of(call.entered)
+        first = entered if entered is not None and _place(entered) in running else call.code
+        # The graphs of layers may be one, compiled once, if the function that calls them has none.
+        another = inside or _place(first) != _place(call.code) or (self._call == call.id and call.code not in self._traced)
         self._call = call.id
         self._traced.add(call.code)
-        entered = _code_of(call.entered)
-        self.codes.add(entered if entered is not None and _place(entered) in running else call.code)
-        return another
+        self.codes.add(first)
+        if another:
+            _parted.add(first)
+        return another or first in _parted
 
     def __call__(self) -> Callable[[], None]:
         """What Dynamo calls at the start of each call. Return what it calls at the end."""
-        if not compat.around_compilations(_until_reset, _until_reset):
-            self._forget()
         training = torch.is_grad_enabled()
+        decided = self._decided.get(training)
+        self._looked += 1
         if torch.are_deterministic_algorithms_enabled() or (training and compat.saved_elsewhere()):
             return at_once  # a checkpoint's second call must save what its first one did
-        trial = self._trial(training)
+        if decided is None or self._looked % LOOKED == 0 or self._resets != _resets():
+            return self._looked_at(training)
+        begin, end = decided
+        begin()
+        return end
+
+    def _looked_at(self, training: bool) -> Callable[[], None]:
+        """A call before the verdict, or one whose sizes may not be those of the verdict."""
+        if self._resets != _resets():
+            self._forget()
+        trial = self._only.get(training)
+        if trial is None or self._looked % LOOKED == 0 or trial.calls + 1 >= trial.next:
+            trial = self._trial(training)
         if trial is None or trial.verdict == "plan":
             return at_once
         if trial.verdict is None:
@@ -101,7 +131,11 @@ class BrokenCalls:
         if trial.begun is None:
             return self._leave
         who = trial.who()
-        return partial(self._ended, trial, who, self._in_eager() if who == "eager" else at_once)
+        if who == "plan":
+            compared.tally = Tally()
+            trial.tallies.append(compared.tally)
+        handled = sys.exc_info()[1]
+        return partial(self._ended, trial, who, self._in_eager() if who == "eager" else at_once, handled)
 
     def _begin(self, trial: Trial) -> None:
         """Note the time at which a call of a round begins, and a step ends, with which the round may end."""
@@ -132,14 +166,23 @@ class BrokenCalls:
         self._traced.clear()
         self._trials.clear()
         self._devices.clear()
+        self._only.clear()
+        self._decided.clear()
         self._wait, self._thread, self._inside = at_once, None, False
+        self._resets = _resets()
 
     def _trial(self, training: bool) -> Trial | None:
-        given = compat.arguments_of_call()
-        key = (training, *(x.numel().bit_length() for x in given if isinstance(x, torch.Tensor)))
+        key = (training, *_sizes(compat.arguments_of_call()))
         if key not in self._trials and len(self._trials) < MOST_CLASSES:
             self._trials[key] = Trial(steps=training)
-        return self._trials.get(key)
+        trial = self._trials.get(key)
+        alone = sum(other.steps == training for other in self._trials.values()) == 1
+        self._only[training] = trial if alone else None
+        self._decided.pop(training, None)
+        if trial is not None and alone and trial.verdict is not None:
+            ways = [compat.skips(code) for code in self.codes] if trial.verdict == "eager" else []
+            self._decided[training] = _all(begin for begin, _ in ways), _all(end for _, end in ways)
+        return trial
 
     def _in_eager(self) -> Callable[[], None]:
         """Let eager run what is called now. Return what ends that, for the same code even if there is a reset until then."""
@@ -150,13 +193,14 @@ class BrokenCalls:
     def _leave(self) -> None:
         self._inside = False
 
-    def _ended(self, trial: Trial, who: Verdict, end: Callable[[], None]) -> None:
-        """The end of a call of a round, which `end` may take back from eager."""
+    def _ended(self, trial: Trial, who: Verdict, end: Callable[[], None], handled: BaseException | None) -> None:
+        """The end of a call of a round, which `end` may take back from eager. An error may have been `handled` around it."""
         self._leave()
+        compared.tally = None
         end()
         if trial.begun is None:  # another thread has ended the round
             return
-        if sys.exc_info()[0] is not None or not self._may():  # a call that fails is short
+        if sys.exc_info()[1] is not handled or not self._may():  # a call that fails is short
             self._drop(trial)
             return
         if not trial.steps:
@@ -199,13 +243,37 @@ def _skip(codes: Iterable[CodeType], more: int) -> None:
             if before + more:
                 _skipped[code] = before + more
             if not before or not before + more:
-                compat.set_skipped(code, not before)
+                compat.skips(code)[bool(before)]()
+
+
+def _all(functions: Iterable[Callable[[], None]]) -> Callable[[], None]:
+    """One function that calls all of these."""
+    those = tuple(functions)
+
+    def call() -> None:
+        for function in those:
+            function()
+
+    return call if len(those) > 1 else next(iter(those), at_once)
 
 
 def _code_of(function: object) -> CodeType | None:
     """The code of a function, or of a module's `forward` if the function calls the module."""
     module = getattr(function, "__self__", None)
     return getattr(module.forward if isinstance(module, torch.nn.Module) else function, "__code__", None)
+
+
+def _sizes(given: Iterable[Any]) -> Iterator[Hashable]:
+    """What the time of a call depends on: the powers of two of sizes and numbers, and flags, also in containers."""
+    for x in given:
+        if isinstance(x, torch.Tensor):
+            yield x.numel().bit_length()
+        elif isinstance(x, bool):
+            yield x
+        elif isinstance(x, int):
+            yield x.bit_length()
+        elif isinstance(x, list | tuple | Mapping):
+            yield from _sizes(x.values() if isinstance(x, Mapping) else x)
 
 
 def _place(code: CodeType) -> tuple[str, int, str]:
@@ -217,6 +285,19 @@ def _until_reset(_: object) -> None:
     """What Dynamo calls around compilations as long as there was no reset."""
 
 
+_count = 0
+
+
+def _resets() -> int:
+    """The number of times that `torch.compiler.reset` was noticed here."""
+    global _count
+    _count += not compat.around_compilations(_until_reset, _until_reset)
+    return _count
+
+
+_parted: WeakSet[CodeType] = WeakSet()
+"""What calls with breaks enter. Another function of the same code may find some of its graphs compiled already."""
+
 _known: WeakKeyDictionary[Any, BrokenCalls] = WeakKeyDictionary()
 """By compiled function."""
 
@@ -226,7 +307,6 @@ def watch(name: str, may: Callable[[], bool], inputs: Sequence[Any]) -> None:
     call, devices = compat.current_call(), compared.devices(inputs)
     if call is None or not all(can_wait(d.type) for d in devices):
         return
-    compat.around_compilations(_until_reset, _until_reset)
     calls = _known.setdefault(call.function, BrokenCalls(name, may))
     calls.runs_on(devices)
     if calls.has_another(call) and calls not in call.hooks:

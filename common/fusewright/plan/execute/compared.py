@@ -1,10 +1,11 @@
 """Never slower than eager, by measurement: a plan is compared with eager in its first calls, and dropped if it is slower.
 
 Callers always get the plan's results until a verdict: eager runs in addition, as a shadow (`shadow.py`) whose results are
-dropped. After one warm-up, shadows are spread so that their time is at most SHARE of the plan's. A pair is the time of a
-shadow and of the plan's call after it, which favours the plan: its inputs are then in the cache. The plan stays after WINS
-pairs in which it is not slower, and eager replaces it after LOSSES in which it is. Forward and backward have one verdict, because
-kernels of one half rely on the layout of what the other half hands over; a shadow of each makes a pair.
+dropped. Shadows are stopped after STOPPED times the plan's time, and spread so that their time is at most SHARE of the plan's. A
+pair is the time of a shadow and of the plan's call after it, which favours the plan: its inputs are then in the cache. The plan
+stays after WINS pairs in which it is not slower, and eager replaces it after LOSSES in which it is. What a shadow runs for the
+first time warms up, and is no pair: if it is stopped there, the next one comes further. Forward and backward have one verdict,
+because kernels of one half rely on the layout of what the other half hands over; a shadow of each makes a pair.
 """
 
 from __future__ import annotations
@@ -38,17 +39,20 @@ clock = time.perf_counter
 Verdict = Literal["plan", "eager"]
 
 WARM_UP = 3
-"""The call with eager's warm-up: the plan's first call is checked, the second recorded."""
+"""The first call of the plan that is timed: before it, one is checked and one recorded."""
+
+TIMED = 3
+"""So many calls tell how long eager may take, which warms up in the next one."""
 
 SAMPLED = 4
 """One call in so many is timed on the host, where that costs little more than the clock. The device is not waited for."""
 
-FIRST = 20
-"""The call with the first pair."""
-
 SHARE = 20
 """Calls of the plan in which shadows may take the time of one, and calls from pair to pair at least: a disturbance lasts for
 several calls, and plans of layers are recorded one by one."""
+
+AHEAD = 5.0
+"""Calls whose time shadows may take at once: the share of the first hundred."""
 
 WINS, LOSSES = 2, 5
 
@@ -57,8 +61,11 @@ SLOWER = 1.03
 STOPPED = 1.5
 """Eager is stopped after so many times the plan's usual time: it has lost, and would cost too much."""
 
-WARM_UP_SECONDS = 0.5
-"""Eager's warm-up may take so long in any case: libraries load and choose their kernels."""
+TINY = 2e-4
+"""Seconds below which one call of eager among many of a plan may take up to twice what it takes in a row."""
+
+MOSTLY = 0.9
+"""Eager that was stopped has lost if what had run before took so much of its time: it may come a little further by chance."""
 
 MOST_CLASSES = 16
 """Number of size classes that are measured; all others run the plan."""
@@ -85,22 +92,38 @@ class Times:
 
 @dataclass(frozen=True)
 class Pair:
-    """Seconds of eager (at least so many if it was `stopped`) and of the plan in one call; `cost` is what the call took longer."""
+    """Seconds of eager (at least so many if it was `stopped`, and then `whole` by estimate) and of the plan in one call; `cost` is
+    what the call took longer. `cold` if eager ran something for the first time."""
 
     eager: float = 0.0
     plan: float = 0.0
     cost: float = 0.0
+    whole: float = 0.0
     stopped: bool = False
+    cold: bool = False
 
     def __add__(self, other: Pair) -> Pair:
-        both = (self.eager + other.eager, self.plan + other.plan, self.cost + other.cost)
-        return Pair(*both, self.stopped or other.stopped)
+        both = (self.eager + other.eager, self.plan + other.plan, self.cost + other.cost, self.whole + other.whole)
+        return Pair(*both, self.stopped or other.stopped, self.cold or other.cold)
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A shadow that began then, after preparations: its seconds, infinite if it was stopped, and then the part of its calls that it
+    has run and the seconds of those that had run before."""
+
+    begin: float
+    seconds: float
+    done: float = 1.0
+    warm: float = math.inf
 
 
 @dataclass
 class Trial:
     """The comparison for one class of sizes, which are all the same if `alike`. `spent` and `cheapest` are costs of pairs in calls
-    of the plan; `forward` is the first half of a pair whose backward is to come. Only a `sure` verdict is stored."""
+    of the plan; `forward` is the first half of a pair whose backward is to come. `done` is the part of eager's calls that has run
+    before. `plan` and `eager` are the least seconds of pairs, `whole` is an estimate where eager was always stopped. Only a
+    `sure` verdict is stored."""
 
     sizes: Hashable = ()
     alike: bool = True
@@ -108,7 +131,6 @@ class Trial:
     sure: bool = False
     calls: int = 0
     next: int = WARM_UP
-    warm: bool = False
     won: int = 0
     lost: int = 0
     spent: float = 0.0
@@ -116,7 +138,13 @@ class Trial:
     forward: Pair | None = None
     plan: float = math.inf
     eager: float = math.inf
+    whole: float = math.inf
+    done: dict[Phase, float] = field(default_factory=lambda: defaultdict(float))
     times: dict[Phase, Times] = field(default_factory=lambda: defaultdict(Times))
+
+    def untimed(self, phase: Phase) -> bool:
+        """Whether too little is known to limit eager."""
+        return len(self.times[phase].latest) < TIMED
 
     def usual(self) -> float:
         """Seconds that the plan takes."""
@@ -124,20 +152,18 @@ class Trial:
 
     def limit(self) -> float:
         """Seconds after which eager is stopped."""
-        most = STOPPED * self.usual()
-        if not self.warm:
-            return max(WARM_UP_SECONDS, most)
-        return most - (self.forward.eager if self.forward is not None else 0.0)
+        return STOPPED * self.usual() - (self.forward.eager if self.forward is not None else 0.0)
 
     def add(self, pair: Pair) -> None:
         """Count a pair; decide, or choose the call of the next one."""
-        if not self.warm:
-            self.warm, self.next = True, max(FIRST, self.calls + 1)
+        self.whole = min(self.whole, pair.whole)
+        cost = pair.cost / max(self.usual(), 1e-9)  # clocks may stand still
+        self.spent, self.cheapest = self.spent + cost, min(self.cheapest, cost)
+        due = self.spent + self.cheapest
+        self.next = max(self.calls + SHARE, math.ceil(SHARE * due) if due > AHEAD else 0)
+        if pair.cold:
             return
         self.plan, self.eager = min(self.plan, pair.plan), min(self.eager, pair.eager)
-        cost = pair.cost / self.usual()
-        self.spent, self.cheapest = self.spent + cost, min(self.cheapest, cost)
-        self.next = max(self.calls + SHARE, math.ceil(SHARE * (self.spent + self.cheapest)))
         slower = pair.plan > SLOWER * pair.eager
         self.won += not slower
         self.lost += slower and not pair.stopped  # one that was stopped in a call that is slow anyway tells nothing
@@ -158,9 +184,9 @@ class Half:
     """A graph that is compared: all of inference, or a forward or backward. `sizes` maps the arguments of a call to a class, None
     if there is only one. After a verdict for the plan, `eager` is None."""
 
-    def __init__(self, phase: Phase, eager: Eager, sizes: Callable[[list[Any]], Hashable] | None = None) -> None:
+    def __init__(self, phase: Phase, eager: Eager | None, sizes: Callable[[list[Any]], Hashable] | None = None) -> None:
         self.phase, self.sizes = phase, sizes
-        self.eager: Eager | None = eager
+        self.eager = eager
         self.thread: int | None = None
         self._wait: Callable[[], None] | None = None
 
@@ -227,6 +253,26 @@ turn = Turn()
 """Of all that measure in this process."""
 
 
+class Tally:
+    """Seconds that the graphs run by this thread take: the plans, and eager at `least` and `about`, which is infinite if it was
+    never measured. Backwards are counted with their forwards."""
+
+    def __init__(self) -> None:
+        self.plan = self.least = self.about = 0.0
+        self._thread = threading.get_ident()
+
+    def add(self, trial: Trial) -> None:
+        if self._thread == threading.get_ident():
+            known, tiny = trial.eager < math.inf, 2 if trial.eager < TINY else 1
+            self.plan += trial.plan if known else 0.0
+            self.least += trial.eager / tiny if known else 0.0
+            self.about += trial.whole / (tiny if trial.whole <= STOPPED * trial.plan else 1)
+
+
+tally: Tally | None = None
+"""Of the call in which graphs are counted now."""
+
+
 class Comparison:
     """The graphs that one traced graph becomes: one for inference, or a forward and its backward.
 
@@ -242,7 +288,7 @@ class Comparison:
         self._alike = True
 
     def half(self, gm: GraphModule, phase: Phase) -> Half | None:
-        """A graph that is about to be compiled, for `add`; None if its plan stays in any case."""
+        """A graph that is about to be compiled, for `add`, without eager if its plan stays in any case; None if nobody asks."""
         why = why_not(gm.graph)
         if phase == "backward":
             trial = self._trials.get(())
@@ -252,7 +298,8 @@ class Comparison:
         self._trials = {}
         if why:
             log.info("%s: a graph is not compared with eager: %s", self.name, why)
-            return None
+            self._trials[()] = Trial(verdict="plan")
+            return Half(phase, None)
         self._text = text_of(gm.graph)
         known = store.read_choices().get(self.scope) if self._persist else None
         self._known = known if isinstance(known, dict) else {}
@@ -260,7 +307,7 @@ class Comparison:
         self._alike = by_size is None
         if by_size is not None and phase == "infer":
             return Half(phase, Eager(gm), by_size)
-        return Half(phase, Eager(gm)) if self._trial(()).verdict != "plan" else None
+        return Half(phase, Eager(gm) if self._trial(()).verdict != "plan" else None)
 
     def add(self, half: Half, plan: Run) -> Run:
         """Return `plan`, or what replaces it by eager if that is faster."""
@@ -271,6 +318,8 @@ class Comparison:
 
         def call(args: list[Any]) -> Any:
             nonlocal final
+            if tally is not None and half.phase != "backward":
+                tally.add(trial)
             if final is not None:
                 return final(args)
             if trial.verdict is None:
@@ -286,8 +335,12 @@ class Comparison:
     def _by_size(self, half: Half, sizes: Callable[[list[Any]], Hashable], plan: Run, args: list[Any]) -> Any:
         found = sizes(args)
         if found not in self._trials and len(self._trials) >= MOST_CLASSES:
+            if tally is not None:
+                tally.add(Trial())
             return plan(args)
         trial = self._trial(found)
+        if tally is not None:
+            tally.add(trial)
         if trial.verdict == "plan":
             return plan(args)
         if trial.verdict == "eager" and half.eager is not None:
@@ -305,7 +358,7 @@ class Comparison:
             trial.calls += 1
             due = trial.calls >= trial.next and trial.forward is None
         else:
-            due = trial.forward is not None
+            due = trial.forward is not None or (trial.calls >= trial.next and trial.untimed("backward"))
         if due or trial.calls % SAMPLED == 0:
             return self._measured(half, plan, trial, args, due)
         return plan(args)
@@ -317,10 +370,14 @@ class Comparison:
                 return self._compare(half, plan, trial, args)
             finally:
                 turn.leave(me)
-        if half.waiting(args) is not at_once or not trial.warm:  # a device would have to be waited for
+        if half.waiting(args) is not at_once or trial.calls < WARM_UP:  # a device would have to be waited for
             return plan(args)
+        return self._timed(half, plan, trial, args, at_once)
+
+    def _timed(self, half: Half, plan: Run, trial: Trial, args: list[Any], wait: Callable[[], None]) -> Any:
         start = clock()
         result = plan(args)
+        wait()
         trial.times[half.phase].add(clock() - start)
         return result
 
@@ -328,39 +385,49 @@ class Comparison:
         """Run the shadow, then the plan."""
         if half.eager is None:  # another thread has ended the comparison
             return plan(args)
-        trial.next = trial.calls + SHARE  # unless this call completes a pair
-        wait, limit = half.waiting(args), trial.limit()
+        wait = half.waiting(args)
         wait()
-        start = clock()
-        eager = self._seconds(half.eager, trial, args, limit, wait)
+        if trial.untimed(half.phase):
+            return self._timed(half, plan, trial, args, wait)
+        trial.next, limit = trial.calls + SHARE, trial.limit()  # unless this call completes a pair
+        before = trial.done[half.phase]
+        ran = self._shadow(half.eager, args, limit, wait, before)
         begin = clock()
         result = plan(args)
         wait()
         end = clock()
         trial.times[half.phase].add(end - begin)
-        if eager is None:
+        if ran is None:
+            trial.end()
             return result
-        pair = (trial.forward or Pair()) + Pair(min(eager, limit), end - begin, begin - start, eager > limit)
+        cold = before < 1 and (ran.done == 1 or ran.warm < MOSTLY * limit)
+        trial.done[half.phase] = max(ran.done, before)
+        eager, stopped = min(ran.seconds, limit), ran.seconds > limit
+        pair = (trial.forward or Pair()) + Pair(eager, end - begin, begin - ran.begin, max(eager, 0.0) / ran.done, stopped, cold)
         trial.forward = None
         if half.phase == "forward":
-            if not (pair.stopped and trial.warm):
+            if not pair.stopped:
                 trial.forward = pair
                 return result
-            pair += Pair(plan=trial.times["backward"].usual())  # which need not be measured
+            rest = trial.times["backward"].usual()  # which need not be measured
+            pair += Pair(plan=rest, whole=rest * pair.whole / max(pair.plan, 1e-9))
         trial.add(pair)
         if trial.verdict is not None:
             self._tell(trial)
         return result
 
-    def _seconds(
-        self, eager: Eager, trial: Trial, args: list[Any], limit: float, wait: Callable[[], None]
-    ) -> float | None:
-        """Seconds of eager, infinite if it was stopped; None if it cannot run, which ends the comparison."""
+    def _shadow(
+        self, eager: Eager, args: list[Any], limit: float, wait: Callable[[], None], before: float
+    ) -> Ran | None:
+        """Run eager; None if it cannot run, which ends the comparison."""
+        begin = clock()
         try:
-            return eager.seconds(args, limit, wait)
-        except TooLong:
+            eager.build(args)
+            begin = clock()
+            return Ran(begin, eager.seconds(args, limit, wait, before))
+        except TooLong as e:
             wait()
-            return math.inf
+            return Ran(begin, math.inf, e.done, e.warm)
         except Unfit as e:
             why = str(e)
         except Exception as e:  # eager may raise anything; a mistake of the caller is reported by the plan
@@ -368,15 +435,15 @@ class Comparison:
             if isinstance(e, torch.OutOfMemoryError):
                 torch.accelerator.empty_cache()
         log.info("%s: a graph is no longer compared with eager: %s", self.name, why)
-        trial.end()
         return None
 
     def _trial(self, sizes: Hashable) -> Trial:
         """The comparison for a class of sizes, with what is known of it."""
         if sizes not in self._trials:
-            told = self._known.get(self._key(sizes))
-            verdict: Verdict | None = "eager" if told == "eager" else "plan" if told == "plan" else None
-            self._trials[sizes] = Trial(sizes, self._alike, verdict)
+            made = self._trials[sizes] = Trial(sizes, self._alike)
+            told = _told(self._known.get(self._key(sizes)))
+            if told is not None:
+                made.verdict, made.plan, made.eager, made.whole = told
         return self._trials[sizes]
 
     def _key(self, sizes: Hashable) -> str:
@@ -391,7 +458,7 @@ class Comparison:
                 self.name, plan, eager,
             )  # fmt: skip
         if trial.sure and self._persist:
-            self._remember(self._key(trial.sizes), str(trial.verdict))
+            self._remember(self._key(trial.sizes), f"{trial.verdict} {trial.plan:.3g} {trial.eager:.3g} {trial.whole:.3g}")
 
     def _remember(self, key: str, verdict: str) -> None:
         def add(everything: dict[str, Any]) -> None:
@@ -403,6 +470,16 @@ class Comparison:
             store.write_choices(add)
         except (OSError, filelock.Timeout) as e:
             log.info("a comparison with eager was not saved: %s", e)
+
+
+def _told(text: object) -> tuple[Verdict, float, float, float] | None:
+    """A stored verdict with its figures; None for anything else."""
+    verdict, *figures = text.split() if isinstance(text, str) else ("",)
+    try:
+        plan, eager, whole = map(float, figures)
+    except ValueError:
+        return None
+    return ("eager" if verdict == "eager" else "plan", plan, eager, whole) if verdict in ("eager", "plan") else None
 
 
 def text_of(graph: Graph) -> str:

@@ -29,7 +29,7 @@ from fusewright.plan.execute.firstrun import generators
 clock = time.perf_counter
 
 CHECKED_EVERY = 8
-"""Calls of a graph between two looks at the clock."""
+"""Calls of a graph between two looks at the clock; more often at first, so that a graph of a few long calls is stopped as well."""
 
 ROOM = 2
 """A shadow needs this many times its memory to be free."""
@@ -40,7 +40,12 @@ LITTLE = 1 << 26
 
 
 class TooLong(Exception):
-    """Eager was stopped, because it takes far longer than the plan."""
+    """Eager was stopped, because it takes far longer than the plan. `done` is the part of its calls that have run; those that had
+    run before took `warm` seconds."""
+
+    def __init__(self, done: float, warm: float) -> None:
+        super().__init__(done, warm)
+        self.done, self.warm = done, warm
 
 
 class Unfit(Exception):
@@ -57,7 +62,7 @@ class Eager:
         self._drawing = [n.meta.get("val") for n in self._graph.nodes if draws(n)]
         self._measured: Callable[..., Any] | None = None
         self._plain: Callable[..., Any] | None = None
-        self._until = math.inf
+        self._start, self._until, self._before, self._warm = 0.0, math.inf, 0.0, 0.0
         self._bytes = 0
         self._devices: set[str] = set()
         self._held: list[Any] = []
@@ -70,14 +75,20 @@ class Eager:
         args.clear()
         return self._plain(*given)
 
-    def seconds(self, args: Sequence[Any], limit: float, wait: Callable[[], None]) -> float:
-        """The time of a run whose effects are undone. Raises `Unfit`, `TooLong` after `limit`, and eager's own errors."""
+    def build(self, args: Sequence[Any]) -> None:
+        """Generate what `seconds` runs, if there is none yet."""
         if self._measured is None:
             self._bytes = peak_bytes(self._graph)
             self._measured = GraphModule(self._root, _watched(self._graph, self._look)).forward
             found = (*args, *tree_leaves(self._drawing))  # a graph may draw on a device that none of its arguments is on
             self._devices = {str(a.device) for a in found if isinstance(a, torch.Tensor)}
             self._held = [attrgetter(n.target)(self._root) for n in self._graph.find_nodes(op="get_attr")]
+
+    def seconds(self, args: Sequence[Any], limit: float, wait: Callable[[], None], before: float = 0.0) -> float:
+        """The time of a run whose effects are undone. Raises `Unfit`, `TooLong` after `limit`, and eager's own errors. The part
+        `before` of its calls has run in earlier runs."""
+        self.build(args)
+        assert self._measured is not None
         odd = (why for t in (*args, *self._held) if isinstance(t, torch.Tensor) and (why := storage.why_not(t)))
         if why := next(odd, ""):
             raise Unfit(f"an argument {why}")
@@ -87,15 +98,18 @@ class Eager:
         given = self._with_copies(args)
         with _undone(self._devices) if self._drawing else contextlib.nullcontext():
             wait()
-            start = clock()
-            self._until = start + limit
+            self._start = start = clock()
+            self._until, self._before, self._warm = start + limit, before, 0.0
             self._measured(*given)
             wait()
             return clock() - start
 
-    def _look(self) -> None:
-        if clock() > self._until:
-            raise TooLong
+    def _look(self, done: float) -> None:
+        now = clock()
+        if done <= self._before:
+            self._warm = now - self._start
+        if now > self._until:
+            raise TooLong(done, self._warm)
 
     def _with_copies(self, args: Sequence[Any]) -> list[Any]:
         """The arguments with copies of those that the graph writes, of the same layout in their memory."""
@@ -174,13 +188,14 @@ def _copy(graph: Graph) -> Graph:
     return copied
 
 
-def _watched(graph: Graph, look: Callable[[], None]) -> Graph:
-    """A copy that calls `look` from time to time."""
+def _watched(graph: Graph, look: Callable[[float], None]) -> Graph:
+    """A copy that calls `look` from time to time, with the part of its calls that have run."""
     copied = _copy(graph)
-    for k, n in enumerate([n for n in copied.nodes if is_op(n)]):
-        if k % CHECKED_EVERY == CHECKED_EVERY - 1:
+    ops = [n for n in copied.nodes if is_op(n)]
+    for k, n in enumerate(ops[:-1], 1):
+        if k % CHECKED_EVERY == 0 or k in (2, 4):
             with copied.inserting_after(n):
-                copied.call_function(look)
+                copied.call_function(look, (k / len(ops),))
     return copied
 
 

@@ -6,7 +6,8 @@ backward then comes after the last of these calls, so steps are compared by the 
 of 1, 2, 3, 4 and 6. The best round of each side counts: a pause (evaluation, a saved checkpoint) spoils a round, not the verdict.
 
 Eager's part ends early if it takes far longer than any compiled calls of the round did, so many in a row. The next round waits
-until what eager has taken longer is one in SHARE of all calls.
+until what eager has taken longer is one in SHARE of all calls. One call of eager cannot be stopped, so before eager's part the
+figures of the call's own graphs (`compared.py`) tell what it will take: there is none if it cannot win, or cost too much so far.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from fusewright.plan.execute.compared import SHARE, SLOWER, Verdict
+from fusewright.plan.execute.compared import SHARE, SLOWER, Tally, Verdict
 
-FIRST = 25
-"""The call that the first round begins with: after the first comparisons of single graphs."""
+FIRST = 27
+"""The call that the first round begins with: after the first comparisons of single graphs, of which many save the round."""
 
 CALLS, STEPS = 4, 12
 """Times of each side in a round."""
@@ -25,11 +26,27 @@ CALLS, STEPS = 4, 12
 GAP = 13
 """Calls between rounds at least: a disturbance lasts for several calls. Rounds begin at different calls of a step then."""
 
+LONGER = 2
+"""Calls by which each gap of steps is longer than the one before: what comes as often as rounds do meets another part of each."""
+
 ROUNDS = 6
 """The best of so many rounds decide: on a busy machine, one round tells little."""
 
 FEW_ROUNDS, FASTER = 2, 0.9
-"""So many are enough if what is compiled is this much faster; one more if eager's part ended early in all, as a cold one may."""
+"""So many are enough if what is compiled is this much faster; one more if eager's part ended early in all, as a cold one may, and
+if eager is this much faster in its worst round than what is compiled in its best one, and all were even."""
+
+EVEN = 1.08
+"""The mean of steps in terms of their median, at most, if each has a backward: one more in a round makes less than FASTER then."""
+
+LESS = 0.8
+"""There is no round if what is compiled takes so much of what eager takes for the graphs alone: few times are known of those."""
+
+AHEAD, ESTIMATED = 3.2, 1.25
+"""Calls that eager may take longer at once: less than the share of the first hundred. An estimate counts so many times."""
+
+UNKNOWN = 50.0
+"""Calls that one of eager is thought to take longer if its graphs were never measured."""
 
 STOPPED, COLD = 1.4, 3.0
 """Eager's part ends after so many times the longest of as many compiled calls; after its first call only if that, which warms up,
@@ -44,9 +61,10 @@ calls, most rounds have none."""
 class Trial:
     """The comparison for calls with arguments of about the same sizes. `times` are those of the current round in seconds, `begun`
     is when the call or step began that is going on, and `first` and `latest` when one of a round did, with the number of the call.
-    `best` are the figures of the best rounds, `won` counts those in which eager
-    was faster, `alone` are the fastest calls, without what follows them. `costs` are what eager took longer in each round, in
-    compiled calls."""
+    `best` are the figures of the best rounds, `won` counts those in which eager was faster, `alone` are the fastest calls, without
+    what follows them. `worst` is eager's slowest round. `even` tells whether the steps of each round took about the same time, and
+    `longest` are the longest ones of a round, at least. `costs` are what eager took longer in each round, in compiled calls.
+    `tallies` are the graphs of the round's compiled calls."""
 
     steps: bool = False
     verdict: Verdict | None = None
@@ -61,6 +79,10 @@ class Trial:
     costs: list[float] = field(default_factory=list)
     best: dict[Verdict, float] = field(default_factory=dict)
     alone: dict[Verdict, float] = field(default_factory=dict)
+    worst: float = 0.0
+    even: bool = True
+    longest: dict[Verdict, float] = field(default_factory=dict)
+    tallies: list[Tally] = field(default_factory=list)
 
     @property
     def length(self) -> int:
@@ -92,19 +114,46 @@ class Trial:
         """Count a time of the round. Decide after the last one of enough rounds."""
         self.times.append(seconds)
         eager = self.times[self.length :]
-        if len(eager) == self.length:
+        if len(self.times) == self.length:
+            self._weigh()
+        elif len(eager) == self.length:
             self._end(eager, self._figure(eager))
-        elif eager and sum(eager) > (COLD if len(eager) == 1 else STOPPED) * self._longest(len(eager)):
+        elif eager and (sum(eager) > (COLD if len(eager) == 1 else STOPPED) * self._longest(len(eager)) or self._spends(eager)):
             self._end(eager, math.inf)
 
     def drop(self) -> None:
         """Give the round up."""
         self.times.clear()
-        self.begun, self.next = None, self.calls + GAP
+        self.tallies.clear()
+        self.begun, self.next = None, self.calls + GAP + (LONGER * self.rounds if self.steps else 0)
+
+    def _weigh(self) -> None:
+        """Before eager's part: leave it out if eager cannot be faster, and put it off if it may cost too much."""
+        compiled, calls = self._figure(self.times), max(1, len(self.tallies))
+        plan, least, about = (sum(getattr(t, name) for t in self.tallies) / calls for name in ("plan", "least", "about"))
+        if compiled < LESS * least:
+            self.best, self.verdict = {"plan": compiled, "eager": least}, "plan"
+            self.drop()
+            return
+        more = max(0.0, about - plan) / max(compiled, 1e-9) if about < math.inf else UNKNOWN  # of one call
+        cost = ESTIMATED * more * (1 if 1 + more > COLD else 2 if 1 + more > STOPPED else self.length)
+        due = sum(self.costs) + max(self.costs, default=cost)
+        if due > max(AHEAD, self.calls / SHARE):
+            self.drop()
+            self.next = max(self.next, min(math.ceil(SHARE * due) - self.length, 2 * self.calls))  # more may be known until then
 
     def _longest(self, count: int) -> float:
         """Seconds of so many compiled calls in a row, wherever in a step they begin."""
         return max(sum(self.times[k : k + count]) for k in range(self.length - count + 1))
+
+    def _spends(self, eager: list[float]) -> bool:
+        """Whether eager's part costs more than it may, by chance or a wrong estimate."""
+        return self._cost(eager) > max(AHEAD, self.calls / SHARE) - sum(self.costs)
+
+    def _cost(self, eager: list[float]) -> float:
+        """What eager's part took longer, in compiled calls of the round: on a busy machine, both sides take longer."""
+        usual = sum(self.times[: self.length]) / self.length
+        return max(0.0, sum(eager) / max(usual, 1e-9) - len(eager))  # clocks may stand still
 
     def _figure(self, times: list[float]) -> float:
         """Of one side of a round, in seconds per call: the mean of steps, or the fastest of calls, the first of which warms up."""
@@ -114,13 +163,18 @@ class Trial:
         compiled = self._figure(self.times[: self.length])
         plan = min(self.best.get("plan", math.inf), compiled)
         self.best = {"plan": plan, "eager": min(self.best.get("eager", math.inf), figure)}
-        self.won += figure < compiled
-        self.costs.append(max(0.0, sum(eager) / max(plan, 1e-9) - len(eager)))  # clocks may stand still
+        self.won, self.worst = self.won + (figure < compiled), max(self.worst, figure)
+        sides: dict[Verdict, list[float]] = {"plan": self.times[: self.length], "eager": eager}
+        self.longest = {who: min(self.longest.get(who, math.inf), max(times)) for who, times in sides.items()}
+        self.even = self.even and (not self.steps or max(map(_mean_to_median, sides.values())) <= EVEN)
+        self.costs.append(self._cost(eager))
         self.rounds += 1
         self.drop()
-        self.next = max(self.next, math.ceil(SHARE * (sum(self.costs) + min(self.costs))))
+        self.next = max(self.next, math.ceil(SHARE * (sum(self.costs) + max(self.costs))))
         if self.rounds >= FEW_ROUNDS + math.isinf(self.best["eager"]) and plan < FASTER * self.best["eager"]:
             self.verdict = "plan"
+        elif self.rounds > FEW_ROUNDS and self.even and self.worst < FASTER * plan and self._loses():
+            self.verdict = "eager"
         elif self.rounds >= ROUNDS:
             self.verdict = "eager" if self._loses() else "plan"
 
@@ -133,4 +187,9 @@ class Trial:
         (began, first), (ended, latest) = self.first, self.latest
         typical = self.best["plan"] * (latest - first) >= TYPICAL * (ended - began)
         alone = self.alone.get("plan", 0.0) > self.alone.get("eager", math.inf)
-        return typical and alone and 2 * self.won > self.rounds
+        backward = self.even or self.longest["plan"] > SLOWER * self.longest["eager"]  # else sides may differ in how many they have
+        return typical and alone and backward and 2 * self.won > self.rounds
+
+
+def _mean_to_median(times: list[float]) -> float:
+    return sum(times) / len(times) / max(sorted(times)[len(times) // 2], 1e-9)

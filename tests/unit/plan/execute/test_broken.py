@@ -6,20 +6,22 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
-from fusewright.plan.execute import broken, compared
+from fusewright.plan.execute import broken, compared, turns
+from fusewright.plan.execute.broken import LOOKED
 from fusewright.plan.execute.compared import Verdict
-from fusewright.plan.execute.turns import CALLS, FEW_ROUNDS, FIRST, GAP, ROUNDS, STEPS, Trial
+from fusewright.plan.execute.turns import CALLS, FEW_ROUNDS, FIRST, GAP, LONGER, ROUNDS, STEPS, Trial
 
 DECIDED = FIRST + ROUNDS * (2 * CALLS + GAP)
 """A call after the last round."""
 
-TRAINED = FIRST + ROUNDS * (2 * STEPS + GAP)
+TRAINED = FIRST + ROUNDS * (2 * STEPS + GAP + LONGER * ROUNDS // 2)
 """A step after the last round."""
 
 
@@ -112,10 +114,12 @@ def test_a_verdict_is_for_sizes_and_for_one_compiled_function(world: World) -> N
     g = compiled(f)
     for _ in range(DECIDED):
         g(X)
-    g(torch.zeros(100))
-    assert world.ran.pop() == "plan"
-    g(X)
-    assert world.ran.pop() == "eager"
+    for _ in range(LOOKED):
+        g(torch.zeros(100))
+    assert world.ran.pop() == "plan", "after a few calls"
+    for shape, who in ((8, "eager"), (100, "plan")) * 3:
+        g(torch.zeros(shape))
+        assert world.ran.pop() == who, "at once, since both are known"
     compiled(f)(X)
     assert world.ran.pop() == "plan"
 
@@ -231,6 +235,7 @@ def test_a_device_is_waited_for_where_a_side_of_a_round_ends(world: World, monke
     """Checked with a device that does nothing: its calls end at once."""
     waited = list[torch.device]()
     monkeypatch.setattr(broken, "can_wait", lambda device: True)
+    monkeypatch.setattr(turns, "UNKNOWN", 0.0)  # graphs of this device are not measured
     monkeypatch.setattr(compared, "_waiting", lambda device: lambda: waited.append(device))
     g, x = compiled(in_two_parts(world)), X.to("meta")
     for _ in range(FIRST - 1):
@@ -238,7 +243,7 @@ def test_a_device_is_waited_for_where_a_side_of_a_round_ends(world: World, monke
     assert not waited
     for _ in range(DECIDED):
         g(x)
-    assert waited == [torch.device("meta")] * (ROUNDS * 4 * CALLS) and world.ran[-1] == "eager"
+    assert waited == [torch.device("meta")] * ((FEW_ROUNDS + 1) * 4 * CALLS) and world.ran[-1] == "eager"
 
 
 def test_a_device_that_torch_cannot_wait_for_is_not_watched(world: World) -> None:
@@ -317,7 +322,7 @@ def test_a_reset_begins_anew(world: World) -> None:
 def test_a_reset_while_eager_runs_a_call_leaves_no_code_skipped(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another thread may reset and call the function before this call ends."""
     skipped: dict[object, bool] = {}
-    monkeypatch.setattr(broken.compat, "set_skipped", skipped.__setitem__)
+    monkeypatch.setattr(broken.compat, "skips", lambda code: [partial(skipped.__setitem__, code, s) for s in (True, False)])
     calls, code = broken.BrokenCalls("backend", lambda: True), in_two_parts(world).__code__
     calls.codes.add(code)
     end = calls._in_eager()
@@ -338,3 +343,165 @@ def test_calls_that_must_be_deterministic_stay_compiled(world: World, training: 
     finally:
         torch.use_deterministic_algorithms(False)
     assert set(world.ran) == {"plan"}
+
+
+def test_layers_that_share_a_graph_are_compared_with_the_function_that_calls_them(world: World) -> None:
+    """A break in a loop: the function that is called has no graph, and one is compiled for all layers."""
+
+    def layer(x: Tensor) -> Tensor:
+        return x.sin()
+
+    @torch.compiler.disable
+    def works() -> None:
+        world.works(looped)
+
+    def looped(x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = layer(x)
+            torch._dynamo.graph_break()
+        works()
+        return x
+
+    g = compiled(looped)
+    g(X)
+    (calls,) = [c for c in broken._known.values() if looped.__code__ in c.codes]
+    for _ in range(DECIDED):
+        g(X)
+    (trial,) = calls._trials.values()
+    assert trial.verdict is not None
+
+
+def test_calls_are_compared_while_an_error_is_handled(world: World) -> None:
+    """Such as those of a program that goes on in an `except` clause."""
+    g = compiled(in_two_parts(world))
+    try:
+        raise ValueError("handled")
+    except ValueError:
+        for _ in range(DECIDED):
+            g(X)
+    assert world.ran[-1] == "eager"
+
+
+def test_sizes_inside_of_containers_and_numbers_have_verdicts_of_their_own(world: World) -> None:
+    @torch.compiler.disable
+    def works() -> None:
+        world.works(of_dict)
+
+    def of_dict(inputs: dict[str, list[Tensor]], count: int) -> Tensor:
+        x = inputs["x"][0].sin()
+        works()
+        return x.cos() * count
+
+    g = torch.compile(of_dict, backend="fusewright_null")
+    for _ in range(DECIDED):
+        g({"x": [X]}, 1)
+    assert world.ran[-1] == "eager"
+    for given, count in ((torch.zeros(100), 1), (X, 900)):
+        for _ in range(LOOKED):
+            g({"x": [given]}, count)
+        assert world.ran[-1] == "plan"
+
+
+def test_a_module_that_trains_and_one_that_does_not_have_verdicts_of_their_own(world: World) -> None:
+    class Parts(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.nn.functional.dropout(x.sin(), 0.5, self.training)
+            works()
+            return x.cos()
+
+    @torch.compiler.disable
+    def works() -> None:
+        world.works(Parts.forward)
+
+    module = Parts().eval()
+    g = torch.compile(module, backend="fusewright_null")
+    for _ in range(DECIDED):
+        g(X)
+    assert world.ran[-1] == "eager"
+    module.train()
+    for _ in range(LOOKED):
+        g(X)
+    assert world.ran[-1] == "plan"
+
+
+def scaled_in_two_parts(world: World, scale: list[float]) -> Callable[[Tensor], Tensor]:
+    @torch.compiler.disable
+    def works() -> None:
+        world.works(scaled)
+
+    def scaled(x: Tensor) -> Tensor:
+        x = x.sin() * scale[0]
+        works()
+        return x.cos()
+
+    return scaled
+
+
+def test_a_function_that_finds_its_second_graph_compiled_is_watched(world: World) -> None:
+    """By another one of the same code, which differs in the first part."""
+    for scale in (1.0, 2.0):
+        g = compiled(scaled_in_two_parts(world, [scale]))
+        for _ in range(DECIDED):
+            g(X)
+        assert world.ran[-1] == "eager"
+
+
+def test_a_reset_begins_anew_for_every_function(world: World) -> None:
+    """Whichever is called first after it."""
+    one, other = compiled(in_two_parts(world)), compiled(scaled_in_two_parts(world, [1.0]))
+    for g in (one, other):
+        for _ in range(DECIDED):
+            g(X)
+        assert world.ran[-1] == "eager"
+    torch.compiler.reset()
+    for g in (one, other):
+        g(X)
+        assert world.ran[-1] == "plan"
+
+
+def test_a_round_in_which_a_graph_is_compiled_does_not_count(world: World) -> None:
+    """That takes seconds, say for another value that the function's guards ask for."""
+    scale = [1.0]
+    scaled = scaled_in_two_parts(world, scale)
+    g = compiled(scaled)
+    for _ in range(FIRST + CALLS // 2):
+        g(X)
+    calls = [c for c in broken._known.values() if scaled.__code__ in c.codes][-1]
+    (trial,) = calls._trials.values()
+    assert trial.times
+    scale[0] = 2.0
+    assert torch.equal(g(X), (X.sin() * 2).cos())
+    assert not trial.times and trial.next > trial.calls and compared.turn.take(object())
+
+
+def test_another_size_is_noticed_within_a_few_calls(world: World) -> None:
+    """The sizes of each call are looked at again from then on."""
+    g = compiled(in_two_parts(world))
+    for _ in range(DECIDED):
+        g(X)
+    world.ran.clear()
+    for _ in range(LOOKED):
+        g(torch.zeros(64))
+    assert world.ran.count("eager") < LOOKED
+    g(X)
+    assert world.ran[-1] == "eager"
+    g(torch.zeros(64))
+    assert world.ran[-1] == "plan"
+
+
+@pytest.mark.parametrize("what", ["checkpoint", "deterministic"])
+def test_a_verdict_for_eager_does_not_hold_where_calls_must_stay_compiled(world: World, what: str) -> None:
+    g = compiled(in_two_parts(world))
+    with torch.enable_grad():
+        for _ in range(TRAINED):
+            step(g, world)
+        assert world.ran[-1] == "eager"
+        for _ in range(2 * LOOKED):
+            if what == "deterministic":
+                torch.use_deterministic_algorithms(True)
+            try:
+                with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+                    g(X.clone().requires_grad_())
+            finally:
+                torch.use_deterministic_algorithms(False)
+            assert world.ran[-1] == "plan"

@@ -19,7 +19,7 @@ from fusewright import pipeline, registry
 from fusewright.config import Options
 from fusewright.interface import Phase
 from fusewright.plan.execute import compared
-from fusewright.plan.execute.compared import FIRST, LOSSES, MOST_CLASSES, SHARE, STOPPED, WARM_UP, Comparison
+from fusewright.plan.execute.compared import LOSSES, MOST_CLASSES, SHARE, STOPPED, TIMED, WARM_UP, Comparison
 from fusewright.plan.execute.shadow import Eager, TooLong, Unfit
 
 aten = torch.ops.aten
@@ -57,12 +57,15 @@ class World:
             return seconds[(self.ran[name, phase] - 1) % len(seconds)]
 
         class Fake:
-            def seconds(fake, args: list[Any], limit: float, wait: Callable[[], None]) -> float:
+            def build(fake, args: list[Any]) -> None:
+                pass
+
+            def seconds(fake, args: list[Any], limit: float, wait: Callable[[], None], before: float) -> float:
                 self.calls.append(self.ran["plan", phase] + 1)
                 took = next_of("eager", eager)
                 self.now += min(took, limit)
                 if took > limit:
-                    raise TooLong
+                    raise TooLong(limit / took, limit if before else 0.0)
                 return took
 
             def run(fake, args: list[Any]) -> str:
@@ -98,7 +101,7 @@ def test_what_is_slower_is_given_back_and_said_once(world: World, caplog: pytest
         ways = [run([1]) for _ in range(150)]
     first = ways.index("eager")
     assert set(ways[:first]) == {"plan"} and set(ways[first:]) == {"eager"}
-    assert len([k for k in world.calls if k >= FIRST]) == LOSSES
+    assert len(world.calls) == 1 + LOSSES, "and a warm-up"
     assert caplog.text.count("1.200 ms compiled and 1.000 ms in eager") == 1 == len(caplog.records)
 
 
@@ -111,18 +114,17 @@ def test_what_is_not_slower_stays_without_a_word(world: World, plan: float, capl
 
 
 @pytest.mark.parametrize("eager", [0.1, 0.5, 0.95, 1.0, 1.5, 2.0, 6.0, 100.0])
-def test_it_costs_five_calls_in_a_hundred_and_a_warm_up(world: World, eager: float) -> None:
+def test_it_costs_five_calls_in_a_hundred(world: World, eager: float) -> None:
     run = world.graph(comparison(), plan=[1.0], eager=[eager])
     starts = []
     for _ in range(120):
         starts.append(world.now)
         run([1])
     ran = world.ran["plan", "infer"]
-    warm_up = min(eager, max(STOPPED, compared.WARM_UP_SECONDS))
     for window, allowed in ((100, 5.0), (20, STOPPED)):
         for k in range(WARM_UP, ran - window):
             assert starts[k + window] - starts[k] <= window + allowed + 1e-9
-    assert starts[100] <= 100 + 5 + warm_up
+    assert starts[100] <= 100 + 5
     assert all(b - a >= SHARE for a, b in zip(world.calls[1:], world.calls[2:], strict=False))
 
 
@@ -137,7 +139,7 @@ def test_a_plan_whose_best_call_is_as_fast_as_eager_stays(world: World) -> None:
     """Each pair finds it slower, because something else always runs then."""
     c = comparison()
     run = world.graph(c, plan=[1.0], eager=[1.0])
-    for _ in range(FIRST - 1):
+    for _ in range(WARM_UP):
         run([1])
     half_plan, trial = 1.0, c._trials[()]
     trial.times["infer"].best = half_plan
@@ -147,7 +149,7 @@ def test_a_plan_whose_best_call_is_as_fast_as_eager_stays(world: World) -> None:
 
 
 def test_eager_that_was_stopped_in_a_slow_call_tells_nothing(world: World) -> None:
-    trial = compared.Trial(warm=True)
+    trial = compared.Trial()
     trial.times["infer"].add(1.0)
     trial.add(compared.Pair(eager=STOPPED, plan=3.0, cost=STOPPED, stopped=True))
     assert (trial.won, trial.lost) == (0, 0)
@@ -175,7 +177,10 @@ def test_each_class_of_sizes_has_its_own_verdict(world: World) -> None:
     assert half is not None
 
     class Fake:
-        def seconds(self, args: list[int], limit: float, wait: Any) -> float:
+        def build(self, args: list[int]) -> None:
+            pass
+
+        def seconds(self, args: list[int], *rest: Any) -> float:
             return float(args[0])
 
         def run(self, args: list[int]) -> str:
@@ -215,7 +220,7 @@ def test_a_forward_that_nobody_differentiates_gets_one_shadow(world: World) -> N
     for _ in range(60):
         forward([1])
     assert world.ran["eager", "forward"] == 1 and verdict(c) is None
-    for _ in range(3):
+    for _ in range(TIMED + 3):
         backward([1])
     assert world.ran["eager", "backward"] == 1, "one shadow of each half makes a pair"
 
@@ -251,7 +256,8 @@ def test_eager_that_cannot_run_ends_the_comparison(
     assert {run([1]) for _ in range(60)} == {"plan"}
     assert len(world.calls) == 1 and verdict(c) == "plan" and half.eager is None
     assert len(freed) == isinstance(error, torch.OutOfMemoryError)
-    assert comparison(persist=True).half(traced(), "infer") is not None, "another process tries again"
+    again = comparison(persist=True).half(traced(), "infer")
+    assert again is not None and again.eager is not None, "another process tries again"
 
 
 def test_a_plan_that_fails_counts_for_nothing(world: World) -> None:
@@ -329,7 +335,8 @@ def test_a_device_that_torch_has_no_module_for_is_not_measured(monkeypatch: pyte
     assert found is not None
     gm = traced()
     next(iter(gm.graph.nodes)).meta["val"] = torch.empty(3, device="meta")
-    assert found.half(gm, "infer") is None
+    half = found.half(gm, "infer")
+    assert half is not None and half.eager is None
 
 
 @pytest.fixture
@@ -356,7 +363,6 @@ def test_random_numbers_writes_and_gradients_are_those_of_one_call_each(
     monkeypatch.setattr(compared, "SLOWER", 0.0 if eager_wins else 1e9)
     monkeypatch.setattr(compared, "WINS", 1000)
     monkeypatch.setattr(compared, "SHARE", SHARE // 20)
-    monkeypatch.setattr(compared, "FIRST", WARM_UP)
     ran: Counter[str] = Counter()
     seconds = compared.Eager.seconds
 

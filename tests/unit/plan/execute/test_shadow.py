@@ -74,6 +74,29 @@ def test_random_numbers_are_put_back_even_if_it_is_stopped() -> None:
     assert not torch.equal(state, torch.get_rng_state()), "the caller's own run draws"
 
 
+def test_what_is_stopped_says_how_far_it_came_and_how_long_the_part_took_that_had_run_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [0.0]
+
+    def clock() -> float:
+        now[0] += 1
+        return now[0]
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(32):
+            x = x.sin()
+        return x
+
+    monkeypatch.setattr(shadow, "clock", clock)
+    eager, stopped = Eager(traced(f, torch.zeros(3))), list[tuple[float, float]]()
+    for limit, before in ((1.5, 0.0), (2.5, 4 / 32), (2.5, 8 / 32)):
+        with pytest.raises(TooLong) as error:
+            eager.seconds([torch.zeros(3)], limit, nothing, before)
+        stopped.append((error.value.done * 32, error.value.warm))
+    assert stopped == [(4, 0.0), (8, 2.0), (8, 3.0)], "there are looks after 2, 4, 8, 16 and 24 calls, a second apart"
+
+
 def test_a_graph_that_needs_much_memory_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     gm = traced(lambda x: (x * 2).relu().sum(), torch.zeros(1 << 16))
     assert peak_bytes(gm.graph) == 2 * 4 * (1 << 16)
