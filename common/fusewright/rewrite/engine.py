@@ -128,11 +128,15 @@ class Rewriter:
             if new is None or new is node:
                 continue
             self.log.hit(rule.id)
-            node.replace_all_uses_with(new)
-            if node in self.returned:
-                self.returned = self.returned - {node} | {new}
-            if node in self.exposed:
-                self.exposed = self.exposed - {node} | {new}
+            self.replace(node, new)
             self.graph.erase_node(node)
             return new
         return None
+
+    def replace(self, node: Node, new: Node) -> None:
+        """Let all readers of `node` read `new`."""
+        node.replace_all_uses_with(new)
+        if node in self.returned:
+            self.returned = self.returned - {node} | {new}
+        if node in self.exposed:
+            self.exposed = self.exposed - {node} | {new}
