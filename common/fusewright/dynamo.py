@@ -128,7 +128,8 @@ def _rules(cls: type[Backend]) -> set[str]:
     from fusewright.toolkit.region import pattern
 
     cls.lowers()  # imports the backend's tables, whose rows register their ids
-    return {"cse", widen.ID, associative.ID, recurrence.ID, *(rule.id for rule in (*RULES, *unrolled.RULES)), *pattern.RULES, *cls.rules}
+    host = {"cse", widen.ID, associative.ID, recurrence.ID, *(rule.id for rule in (*RULES, *unrolled.RULES))}
+    return {*host, *pattern.RULES, *cls.rules}
 
 
 def _unknown_rule(id: str, cls: type[Backend]) -> str:

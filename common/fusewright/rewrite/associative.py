@@ -54,7 +54,8 @@ def laid_out(r: Rewriter, a: Node, b: Node, like: torch.Tensor) -> Node | None:
     """The scan of a and b along dim 0 with the strides of `like`, or None if there is none."""
     if not _fits(value_of(a), like) or not _fits(value_of(b), like):
         return None
-    order = sorted(range(like.dim()), key=lambda d: (-like.stride(d), d))
+    strides = like.stride()
+    order = sorted(range(like.dim()), key=lambda d: (-strides[d], d))
     a, b = (r.call("permute", (x, order)) for x in (a, b))
     scan = r.call("linear_scan", (a, b, None, order.index(0)))
     new = r.call("permute", (scan, [order.index(d) for d in range(like.dim())]))
@@ -78,10 +79,12 @@ def _is_call(node: Node) -> bool:
 
 def _of_call(node: Node) -> tuple[Node, Node, Node] | None:
     """The second result of the op, and what it scans, if that is all of it that is read."""
-    body, xs, more = (*node.args, ())[:3]
+    given: Any = node.args
+    body, xs, more = (*given, ())[:3]
     combine = getattr(node.graph.owning_module, str(body.target), None) if isinstance(body, Node) else None
     users = list(node.users)
-    if more or len(xs) != 2 or combine is None or len(users) != 1 or users[0].args[1:] != (1,) or not _is_pair(combine.graph):
+    alone = len(users) == 1 and users[0].args[1:] == (1,)
+    if more or len(xs) != 2 or combine is None or not alone or not _is_pair(combine.graph):
         return None
     return users[0], xs[0], xs[1]
 
@@ -176,7 +179,9 @@ class _Trees:
         return self.known[node]
 
     def _slice(self, node: Node) -> Rows | None:
-        x, dim, start, end, step = (*node.args, *(0, None, None, 1)[len(node.args) - 1 :])
+        row = ops.find(node.target)
+        assert row is not None
+        x, dim, start, end, step = row.bind(node.args, node.kwargs).values()
         known = all(isinstance(n, int | None) for n in (start, end, step)) and dim == 0
         return self.rows(x)[start:end:step] if known else None
 
@@ -197,17 +202,24 @@ class _Trees:
         return None if None in found else found
 
     def _cat(self, node: Node) -> Rows | None:
-        parts, dim = (*node.args, 0)[:2]
+        given: Any = node.args
+        parts, dim = (*given, 0)[:2]
         return tuple(t for p in parts for t in self.rows(p)) if dim == 0 else None
 
     def _padded(self, node: Node) -> Rows | None:
-        x, pad = node.args[:2]
+        given: Any = node.args
+        x, pad = given[:2]
         *others, before, after = pad
-        return (*self.rows(x), *[None] * after) if not any(others) and before == 0 and len(pad) == 2 * value_of(x).dim() else None
+        whole = not any(others) and before == 0 and len(pad) == 2 * value_of(x).dim()
+        return (*self.rows(x), *[None] * after) if whole else None
 
     def _woven(self, node: Node) -> Rows | None:
         """The rows of two tensors in turns."""
-        return tuple(t for pair in zip(*map(self.rows, node.args[0].args[0]), strict=True) for t in pair) if _is_woven(node) else None
+        if not _is_woven(node):
+            return None
+        stack: Any = node.args[0]
+        even, odd = map(self.rows, stack.args[0])
+        return tuple(t for pair in zip(even, odd, strict=True) for t in pair)
 
 
 _FOLLOWED: dict[str, Callable[[_Trees, Node], Rows | None]] = {

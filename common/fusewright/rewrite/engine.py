@@ -96,7 +96,8 @@ class Rewriter:
 
     def _infer(self, node: Node) -> Any:
         vals = torch.fx.node.map_arg((node.args, node.kwargs), value_of)
-        tensors = [value_of(n) for n in node.all_input_nodes if isinstance(value_of(n), torch.Tensor)]
+        sources = node.all_input_nodes or self.graph.find_nodes(op="placeholder")
+        tensors = [value_of(n) for n in sources if isinstance(value_of(n), torch.Tensor)]
         with compat.fake_mode_of(tensors[0]), compat.assuming_nothing(tensors[0]):
             return node.target(*vals[0], **vals[1])  # type: ignore[operator]
 

@@ -35,6 +35,8 @@ class Step:
     a: Any
     b: Any
     product: Node
+    form: int
+    """How the step is written, by a number."""
 
 
 def recur(graph: Graph, log: RuleLog, phase: Phase = "infer") -> None:
@@ -44,7 +46,7 @@ def recur(graph: Graph, log: RuleLog, phase: Phase = "infer") -> None:
         return
     r, place = Rewriter(graph, log), {n: k for k, n in enumerate(graph.nodes)}
     changed = min((place[n] for n in graph.nodes if writes(n)), default=len(place))
-    for chain in chains:
+    for chain in sorted(chains, key=lambda chain: place[chain[0].node]):
         # its pieces are read at the first step, which a write before the last one would make a difference to
         if not log.allows(ID) or changed < place[chain[-1].node]:
             continue
@@ -61,23 +63,22 @@ def recur(graph: Graph, log: RuleLog, phase: Phase = "infer") -> None:
 
 
 def _chains(graph: Graph) -> Iterator[list[Step]]:
-    """The longest chains of at least `LEAST_STEPS` steps that share none."""
-    best: dict[Node, tuple[int, Step]] = {}
+    """The longest chains of at least `LEAST_STEPS` steps that are written alike and share none."""
+    found: dict[tuple[Node, int], tuple[int, Step]] = {}
     for node in graph.nodes:
         for step in _steps(node):
-            length = 1 + (best[step.before][0] if step.before in best else 0)
-            if length > best.get(node, (0,))[0]:
-                best[node] = length, step
+            before = found.get((step.before, step.form), (0,))[0]
+            found[node, step.form] = 1 + before, step
     used = set[Node]()
-    for node, (length, _) in sorted(best.items(), key=lambda item: -item[1][0]):
+    for (node, form), (length, _) in sorted(found.items(), key=lambda item: -item[1][0]):
         if length < LEAST_STEPS:
             return
         chain: list[Step] = []
-        while node in best and node not in used:
-            chain.append(best[node][1])
+        while (node, form) in found and node not in used:
+            chain.append(found[node, form][1])
             node = chain[-1].before
-        used.update(s.node for s in chain)
         if len(chain) >= LEAST_STEPS:
+            used.update(s.node for s in chain)
             yield chain[::-1]
 
 
@@ -85,19 +86,19 @@ def _steps(node: Node) -> Iterator[Step]:
     """The ways to read a node as a step."""
     name = READER.name(node) if is_op(node) else ""
     if name == "add" and node.kwargs.get("alpha", 1) == 1:
-        for m, b in (node.args[:2], node.args[1::-1]):
-            if isinstance(m, Node) and is_op(m) and READER.name(m) == "mul" and len(m.users) == 1:
-                yield from (Step(node, h, a, b, m) for h, a in _either(m.args[:2]))
+        for k, (m, b) in enumerate((node.args[:2], node.args[1::-1])):
+            if isinstance(m, Node) and is_op(m) and READER.name(m) == "mul":
+                yield from (Step(node, h, a, b, m, 2 * k + place) for place, h, a in _either(m.args[:2]))
     elif name == "addcmul" and node.kwargs.get("value", 1) == 1:
-        yield from (Step(node, h, a, node.args[0], node) for h, a in _either(node.args[1:3]))
+        yield from (Step(node, h, a, node.args[0], node, 4 + place) for place, h, a in _either(node.args[1:3]))
 
 
-def _either(pair: Sequence[Any]) -> Iterator[tuple[Node, Any]]:
+def _either(pair: Sequence[Any]) -> Iterator[tuple[int, Node, Any]]:
     x, y = pair
     if isinstance(x, Node):
-        yield x, y
+        yield 0, x, y
     if isinstance(y, Node) and y is not x:
-        yield y, x
+        yield 1, y, x
 
 
 # ---- the scan that replaces them ----
@@ -110,9 +111,10 @@ class _Operands(Loop):
 
     inside: frozenset[Node] = frozenset()
     """Nodes that only the steps read."""
+    states: frozenset[Node] = frozenset()
 
     def _computed(self, steps: tuple[Node, ...], readers: frozenset[Node], depth: int) -> Node | None:
-        return super()._computed(steps, self.inside, depth)
+        return None if self.states.intersection(steps) else super()._computed(steps, self.inside, depth)
 
     def _joined(self, steps: tuple[Node, ...]) -> Node | None:
         return None
@@ -129,6 +131,8 @@ class _Recurrence:
 
     def __post_init__(self) -> None:
         own = {n for s in self.chain for n in (s.node, s.product)}
+        for k, old in enumerate(self.chain):  # rewrites of earlier chains may have changed what they read
+            self.chain[k] = next(s for s in _steps(old.node) if s.form == old.form)
         self.last = self.chain[-1].node
         self.like: torch.Tensor = value_of(self.last)
         self.shown = [s.node for s in self.chain if s.node in self.r.exposed]
@@ -136,19 +140,44 @@ class _Recurrence:
 
     def replaced(self) -> bool:
         """Replace the steps by pieces of a scan; whether that was possible."""
-        first = self.chain[0].node
-        with self.r.graph.inserting_before(first):
-            states = next(self._scans(), None) if self._worth_it() else None
-            if states is None:
+        with self.r.graph.inserting_before(self.chain[0].node):
+            found = next(self._operands(), None) if self._worth_it() else None
+            if found is None:
                 return False
+            if self._stacked(*found):
+                return True
+            states = self._ordered(*found)
             ahead = value_of(states).shape[0] - len(self.chain)
-            found = [self._piece(states, k + ahead) for k in range(len(self.chain))]
-            if not all(alike(value_of(new), value_of(s.node)) for new, s in zip(found, self.chain, strict=True)):
+            piece = self._piece(states, ahead)
+            pieces = [self._piece(states, k + ahead, piece) for k in range(len(self.chain))]
+            if not all(alike(value_of(new), value_of(s.node)) for new, s in zip(pieces, self.chain, strict=True)):
                 return False
             if ahead:
                 self._replace_first(states)
-            for new, step in zip(found, self.chain, strict=True):
+            for new, step in zip(pieces, self.chain, strict=True):
                 self._replace(step.node, new)
+        return True
+
+    def _stacked(self, a: Node, b: Node, before: Node | None) -> bool:
+        """Let a stack of all states, if nobody else but the caller reads one, be the scan itself; whether it is."""
+        stack = next(iter(self.chain[0].node.users.keys() - {self.chain[1].product}), None)
+        if stack is None or not is_op(stack) or READER.name(stack) != "stack":
+            return False
+        args: Any = stack.args
+        nodes, (given, dim) = [s.node for s in self.chain], (*args, 0)[:2]
+        begun = [self.chain[0].before] if before is None else []
+        readers = {stack, *(s.product for s in self.chain)}
+        others = {u for n in nodes for u in n.users} - readers
+        if list(given) != [*begun, *nodes] or any(u.op != "output" for u in others) or others - self.last.users.keys():
+            return False
+        dim %= self.like.dim() + 1
+        order, call = [*range(1, dim + 1), 0, *range(dim + 1, self.like.dim() + 1)], self.r.call
+        states = call("linear_scan", (call("permute", (a, order)), call("permute", (b, order)), before, dim))
+        if not alike(value_of(states), value_of(stack)):
+            return False
+        if others:
+            self._replace(self.last, call("select", (states, dim, -1)))
+        self.r.replace(stack, states)
         return True
 
     def _replace(self, node: Node, piece: Node) -> None:
@@ -191,38 +220,40 @@ class _Recurrence:
         """Whether few states are results of an inference graph, each of which is copied."""
         return self.phase != "infer" or len(self.shown) <= 1 + len(self.chain) // 4
 
-    def _scans(self) -> Iterator[Node]:
-        """The scan, for each way to read the first step: either factor might be the state before it."""
-        for self.chain[0] in _steps(self.chain[0].node):
-            if self._alike() and (states := self._scan()) is not None:
-                yield states
+    def _operands(self) -> Iterator[tuple[Node, Node, Node | None]]:
+        """Factors and summands with the steps as their first dimension, and the state before the first, for each way to read the
+        first step: either factor might be that state. If it is none, it is the first summand."""
+        for first in list(_steps(self.chain[0].node)):
+            self.chain[0] = first
+            loop, before, column = self._loop(0), self.chain[0].before, tuple(s.b for s in self.chain)
+            a = self._factors(loop) if self._alike() else None
+            if a is None:
+                continue
+            b = self._summands(self._loop(1), (before, *column)) if self._starts_with_b() else None
+            if b is not None:
+                pad = [0, 0] * self.like.dim() + [1, 0]
+                yield (a if value_of(a).shape[0] == 1 else self.r.call("constant_pad_nd", (a, pad, 0))), b, None
+            elif (b := self._summands(loop, column)) is not None:
+                yield a, b, before
 
-    def _scan(self) -> Node | None:
-        a = self._factors()
-        if a is None:
-            return None
-        r, steps, before = self.r, len(self.chain), self.chain[0].before
-        column = tuple(s.b for s in self.chain)
-        b = self._summands(_Operands(r, steps + 1, inside=self.inside), (before, *column)) if self._starts_with_b() else None
-        if b is not None:
-            a = r.call("constant_pad_nd", (a, [0, 0] * (value_of(a).dim() - 1) + [1, 0], 0)) if value_of(a).shape[0] != 1 else a
-            return self._ordered(a, b, None)
-        b = self._summands(_Operands(r, steps, inside=self.inside), column)
-        return None if b is None else self._ordered(a, b, before)
+    def _loop(self, more: int) -> _Operands:
+        """The operands of all steps, and of `more` before them."""
+        states = frozenset(s.node for s in self.chain)
+        return _Operands(self.r, len(self.chain) + more, inside=self.inside, states=states)
 
     def _starts_with_b(self) -> bool:
         """Whether the first state may be a first summand."""
         before = self.chain[0].before
         return isinstance(self.chain[0].b, Node) and _is_like(value_of(before), self.like)
 
-    def _factors(self) -> Node | None:
+    def _factors(self, loop: _Operands) -> Node | None:
         """The factors of all steps, [steps or 1, ...], of as many dims as a state and one more."""
         column = tuple(s.a for s in self.chain)
         if (same := self._same(column)) is not None:
             return same
         if not all(isinstance(n, Node) for n in column):
             return None
-        found = _Operands(self.r, len(column), inside=self.inside).roll(column, self.inside)
+        found = loop.roll(column, self.inside)
         return None if found is None else self._aligned(found)
 
     def _summands(self, loop: _Operands, column: tuple[Any, ...]) -> Node | None:
@@ -269,9 +300,12 @@ class _Recurrence:
                 before = call("permute", (call("expand", (before, list(self.like.shape))), order))
         return call("linear_scan", (a, b, before, 0))
 
-    def _piece(self, states: Node, at: int) -> Node:
-        order, piece = self._order(), self.r.call("select", (states, 0, at))
-        return piece if order == sorted(order) else self.r.call("permute", (piece, [order.index(d) for d in range(len(order))]))
+    def _piece(self, states: Node, at: int, like: Node | None = None) -> Node:
+        order = self._order()
+        if order == sorted(order):
+            return self.r.call("select", (states, 0, at), like)
+        piece = self.r.call("select", (states, 0, at))
+        return self.r.call("permute", (piece, [order.index(d) for d in range(len(order))]), like)
 
 
 def _private(own: set[Node], r: Rewriter) -> set[Node]:

@@ -203,8 +203,8 @@ def _steps(op: OpView) -> Domain:
 
 
 def _computes_numbers(op: OpView) -> str | None:
-    kinds = {TYPES[out_type(op)].kind, *(TYPES[compute_dtype(v.spec.dtype)].kind for v in op.inputs() if v.spec is not None)}
-    return None if len(kinds) == 1 and "bool" not in kinds and op.out.spec.shape else "types that differ in kind, or no dimension"
+    kinds = {TYPES[compute_dtype(v.spec.dtype)].kind for v in (op.out, *op.inputs()) if v.spec is not None}
+    return None if len(kinds) == 1 and "bool" not in kinds else "types that differ in kind"
 
 
 def _row_op(
