@@ -18,7 +18,7 @@ from fusewright import _torch_compat as compat
 from fusewright.graph.effects import drop_dead_code, writes
 from fusewright.graph.spec import value_of
 from fusewright.graph.view import is_op
-from fusewright.interface import Phase, RuleLog
+from fusewright.interface import RuleLog
 from fusewright.rewrite.engine import READER, Rewriter
 from fusewright.rewrite.unrolled import LEAST_STEPS, Loop, alike
 
@@ -39,7 +39,7 @@ class Step:
     """How the step is written, by a number."""
 
 
-def recur(graph: Graph, log: RuleLog, phase: Phase = "infer") -> None:
+def recur(graph: Graph, log: RuleLog) -> None:
     """Compute the states of linear recurrences at once, in place, in a canonical graph."""
     chains = [] if ID in log.disabled else list(_chains(graph))
     if not chains:
@@ -51,7 +51,7 @@ def recur(graph: Graph, log: RuleLog, phase: Phase = "infer") -> None:
         if not log.allows(ID) or changed < place[chain[-1].node]:
             continue
         try:
-            done = _Recurrence(r, chain, phase, place).replaced()
+            done = _Recurrence(r, chain, place).replaced()
         except compat.SizesAssumed:
             continue
         if done:
@@ -124,7 +124,6 @@ class _Operands(Loop):
 class _Recurrence:
     r: Rewriter
     chain: list[Step]
-    phase: Phase
     place: dict[Node, int]
     """Where nodes stood in the graph at first."""
     inside: frozenset[Node] = field(init=False)
@@ -182,7 +181,7 @@ class _Recurrence:
 
     def _replace(self, node: Node, piece: Node) -> None:
         """Let the readers of a state read a piece of all states, or a copy of it if they show its memory to others."""
-        if node in self.shown and (self.phase == "infer" or node is self.last):
+        if node in self.shown:
             copy = self.r.call("clone", (piece,), kwargs={"memory_format": torch.preserve_format})
             for user in [u for u in node.users if u.op == "output" or u in self.r.exposed]:
                 user.replace_input_with(node, copy)
@@ -217,8 +216,8 @@ class _Recurrence:
         return all(isinstance(n, int) for n in (*x.shape, *x.stride()))
 
     def _worth_it(self) -> bool:
-        """Whether few states are results of an inference graph, each of which is copied."""
-        return self.phase != "infer" or len(self.shown) <= 1 + len(self.chain) // 4
+        """Whether few states are results, each of which is copied. Training saves all, and would be slower."""
+        return len(self.shown) <= 1 + len(self.chain) // 4
 
     def _operands(self) -> Iterator[tuple[Node, Node, Node | None]]:
         """Factors and summands with the steps as their first dimension, and the state before the first, for each way to read the

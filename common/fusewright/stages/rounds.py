@@ -28,7 +28,7 @@ def _simplify(c: Compilation) -> None:
         c.rules.hits["cse"] += c.do(passes.CSE, c.graph)
     if type(c.backend).supports is not Backend.supports:  # one that claims nothing gives eager's bits
         c.do(passes.JOIN_SCANS, c.graph, c.rules)
-        c.do(passes.RECUR, c.graph, c.rules, c.phase)
+        c.do(passes.RECUR, c.graph, c.rules)
         c.do(passes.ROLL, c.graph, c.rules)
 
 
