@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fusewright.toolkit.ir import Builder, Extent, Kernel
 from fusewright.toolkit.ir.extent import Atom, atoms
-from fusewright.toolkit.ir.types import DType
+from fusewright.toolkit.ir.types import DType, compute_type
 
 
 def hints(*sizes: Extent) -> dict[Atom, int]:
@@ -88,4 +88,17 @@ def cumsum(rows: int = 64, cols: Extent = 10000, dtype: DType = "f32") -> Kernel
     x, out = b.input("x", dtype), b.output("out", dtype)
     i, j = b.axes
     b.store(out, i * cols + j, b.scan("sum", b.load(x, i * cols + j)))
+    return b.build()
+
+
+def recurrence(
+    outer: int = 6, steps: Extent = 37, inner: int = 5, dtype: DType = "f32", first: float | None = None
+) -> Kernel:
+    """h[t] = a[t] * h[t - 1] + b[t] along the middle of [outer, steps, inner], from a state per row or a number."""
+    b = Builder("recurrence", p=[outer, inner], r=[steps], symbols=hints(steps))
+    a, x, h, out = b.input("a", dtype), b.input("b", dtype), b.input("h", dtype), b.output("out", dtype)
+    i, j, t = b.axes
+    at, state = i * (steps * inner) + t * inner + j, compute_type(dtype)
+    before = b.cast(b.load(h, i * inner + j), state) if first is None else b.const(first, state)
+    b.store(out, at, b.cast(b.recurrence(b.cast(b.load(a, at), state), b.cast(b.load(x, at), state), before), dtype))
     return b.build()

@@ -123,12 +123,13 @@ def _parsed(cls: type[Backend] | None, options: Mapping[str, Any] | None, mode: 
 
 def _rules(cls: type[Backend]) -> set[str]:
     """All rule ids: the host's, those of the rows loaded with backends, and those that this backend adds."""
-    from fusewright.rewrite import unrolled, widen
+    from fusewright.rewrite import associative, recurrence, unrolled, widen
     from fusewright.rewrite.rules import RULES
     from fusewright.toolkit.region import pattern
 
     cls.lowers()  # imports the backend's tables, whose rows register their ids
-    return {"cse", widen.ID, *(rule.id for rule in (*RULES, *unrolled.RULES)), *pattern.RULES, *cls.rules}
+    host = {"cse", widen.ID, associative.ID, recurrence.ID, *(rule.id for rule in (*RULES, *unrolled.RULES))}
+    return {*host, *pattern.RULES, *cls.rules}
 
 
 def _unknown_rule(id: str, cls: type[Backend]) -> str:

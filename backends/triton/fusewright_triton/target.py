@@ -90,6 +90,8 @@ class Schedule:
     """The most 32-bit registers of a lane for loads issued before the first of them is needed."""
     sums_together: int
     """The number of sums that are reduced together."""
+    steps_ahead: int
+    """The number of steps of a recurrence whose loads are under way."""
     beyond_caches: int
     """The least bytes of a tensor that no cache holds."""
 
@@ -109,7 +111,7 @@ H100 = Thresholds(
 FORMULA = Schedule(
     Measured("NVIDIA H100 80GB HBM3", "2026-11-21", (f"{_RESULTS}h100-kernels.json",)),
     persistent=32768, split_worth=32768, max_split=128, matrix=1 << 16, product_step=8192, row_elements=(16, 32),
-    point_bytes_ahead=2, lane_words=320, early_words=64, sums_together=3, beyond_caches=1 << 27,
+    point_bytes_ahead=2, lane_words=320, early_words=64, sums_together=3, steps_ahead=4, beyond_caches=1 << 27,
 )  # fmt: skip
 
 

@@ -96,7 +96,8 @@ class Rewriter:
 
     def _infer(self, node: Node) -> Any:
         vals = torch.fx.node.map_arg((node.args, node.kwargs), value_of)
-        tensors = [value_of(n) for n in node.all_input_nodes if isinstance(value_of(n), torch.Tensor)]
+        sources = node.all_input_nodes or self.graph.find_nodes(op="placeholder")
+        tensors = [value_of(n) for n in sources if isinstance(value_of(n), torch.Tensor)]
         with compat.fake_mode_of(tensors[0]), compat.assuming_nothing(tensors[0]):
             return node.target(*vals[0], **vals[1])  # type: ignore[operator]
 
@@ -128,11 +129,15 @@ class Rewriter:
             if new is None or new is node:
                 continue
             self.log.hit(rule.id)
-            node.replace_all_uses_with(new)
-            if node in self.returned:
-                self.returned = self.returned - {node} | {new}
-            if node in self.exposed:
-                self.exposed = self.exposed - {node} | {new}
+            self.replace(node, new)
             self.graph.erase_node(node)
             return new
         return None
+
+    def replace(self, node: Node, new: Node) -> None:
+        """Let all readers of `node` read `new`."""
+        node.replace_all_uses_with(new)
+        if node in self.returned:
+            self.returned = self.returned - {node} | {new}
+        if node in self.exposed:
+            self.exposed = self.exposed - {node} | {new}

@@ -31,7 +31,7 @@ DEEPEST = 64
 Bound: TypeAlias = dict[str, Any]
 """A call by argument name; the arguments in `steps` have the steps as their first dimension."""
 
-Rolled: TypeAlias = "Callable[[_Loop, Node, Bound, frozenset[str]], Node | None]"
+Rolled: TypeAlias = "Callable[[Loop, Node, Bound, frozenset[str]], Node | None]"
 
 
 def roll(graph: Graph, log: RuleLog) -> None:
@@ -49,11 +49,16 @@ def _rolled(r: Rewriter, node: Node, env: Env) -> Node | None:
     steps = tuple(env["steps"])
     if r.has_writes or len(steps) < LEAST_STEPS or not all(isinstance(n, Node) and READER.name(n) for n in steps):
         return None
-    loop = _Loop(r, len(steps))
+    loop = Loop(r, len(steps))
     found = loop.roll(steps, frozenset({node}))
-    if found is None or not loop.gains:
+    if found is None or not (loop.gains or _of_recurrence(steps)):
         return None
     return _laid_out(r, found, node)
+
+
+def _of_recurrence(steps: tuple[Node, ...]) -> bool:
+    """Whether the steps are states that a scan has joined already."""
+    return all(READER.name(_source(n)) == "linear_scan" for n in steps)
 
 
 def _laid_out(r: Rewriter, found: Node, node: Node) -> Node | None:
@@ -68,10 +73,10 @@ def _laid_out(r: Rewriter, found: Node, node: Node) -> Node | None:
         if not all(isinstance(n, int) for n in wanted.shape):
             return None
         made = r.call("view", (made, list(wanted.shape)))
-    return made if _alike(value_of(made), wanted) else None
+    return made if alike(value_of(made), wanted) else None
 
 
-def _alike(a: Any, b: Any) -> bool:
+def alike(a: Any, b: Any) -> bool:
     """Whether two traced values have the same type, device, sizes and strides, for all sizes."""
     same = a.dtype == b.dtype and a.device == b.device and a.dim() == b.dim()
     pairs = zip((*a.shape, *a.stride()), (*b.shape, *b.stride()), strict=False)
@@ -79,7 +84,7 @@ def _alike(a: Any, b: Any) -> bool:
 
 
 @dataclass
-class _Loop:
+class Loop:
     """The steps of one loop, as far as they are alike."""
 
     r: Rewriter
@@ -240,7 +245,7 @@ def _has(x: torch.Tensor, like: torch.Tensor, shape: Sequence[Any]) -> bool:
     return same and all(compat.statically_true(a == b) for a, b in zip(x.shape, shape, strict=True))
 
 
-def _elementwise(loop: _Loop, step: Node, bound: Bound, rolled: frozenset[str]) -> Node | None:
+def _elementwise(loop: Loop, step: Node, bound: Bound, rolled: frozenset[str]) -> Node | None:
     if {"dim", "axis"} & bound.keys():
         return None
     operands = {name: loop.aligned(bound[name], value_of(step).dim()) for name in rolled}
@@ -250,7 +255,7 @@ def _elementwise(loop: _Loop, step: Node, bound: Bound, rolled: frozenset[str]) 
 def _shifted(*names: str, extra: int = 0) -> Rolled:
     """An operation on `self` whose arguments `names` are dims. `extra` is the number of dims that it adds."""
 
-    def code(loop: _Loop, step: Node, bound: Bound, rolled: frozenset[str]) -> Node | None:
+    def code(loop: Loop, step: Node, bound: Bound, rolled: frozenset[str]) -> Node | None:
         x = "self" if "self" in bound else "input"
         if rolled != {x}:
             return None
@@ -267,19 +272,19 @@ def _moved(dims: Any, rank: int, extra: int) -> Any:
     return [d % rank + 1 for d in dims or range(rank)]
 
 
-def _permuted(loop: _Loop, step: Node, bound: Bound, rolled: frozenset[str]) -> Node | None:
+def _permuted(loop: Loop, step: Node, bound: Bound, rolled: frozenset[str]) -> Node | None:
     rank = len(bound["dims"])
     return loop.again(step, bound | {"dims": [0, *(d % rank + 1 for d in bound["dims"])]})
 
 
-def _reshaped(loop: _Loop, step: Node, bound: Bound, rolled: frozenset[str]) -> Node | None:
+def _reshaped(loop: Loop, step: Node, bound: Bound, rolled: frozenset[str]) -> Node | None:
     sizes = list(value_of(step).shape)
     if not all(isinstance(n, int) for n in sizes):
         return None
     return loop.r.call("reshape", (bound["self"], [loop.count, *sizes]))
 
 
-def _expanded(loop: _Loop, step: Node, bound: Bound, rolled: frozenset[str]) -> Node | None:
+def _expanded(loop: Loop, step: Node, bound: Bound, rolled: frozenset[str]) -> Node | None:
     sizes = list(value_of(step).shape)
     x = loop.aligned(bound["self"], len(sizes))
     if x is None or not all(isinstance(n, int) for n in sizes):
@@ -287,15 +292,15 @@ def _expanded(loop: _Loop, step: Node, bound: Bound, rolled: frozenset[str]) -> 
     return loop.r.call("expand", (x, [loop.count, *sizes]))
 
 
-def _transposed(loop: _Loop, step: Node, bound: Bound, rolled: frozenset[str]) -> Node | None:
+def _transposed(loop: Loop, step: Node, bound: Bound, rolled: frozenset[str]) -> Node | None:
     return loop.r.call("transpose", (bound["self"], 1, 2)) if value_of(step).dim() == 2 else None
 
 
-def _same(loop: _Loop, step: Node, bound: Bound, rolled: frozenset[str]) -> Node | None:
+def _same(loop: Loop, step: Node, bound: Bound, rolled: frozenset[str]) -> Node | None:
     return bound["self"]
 
 
-def _product(loop: _Loop, step: Node, bound: Bound, rolled: frozenset[str]) -> Node | None:
+def _product(loop: Loop, step: Node, bound: Bound, rolled: frozenset[str]) -> Node | None:
     """A product of matrices, or of batches of them, as one batch."""
     call, a, b, sizes = loop.r.call, bound["self"], bound["mat2"], list(value_of(step).shape)
     inner = value_of(a).shape[-1]
@@ -316,7 +321,7 @@ def _product(loop: _Loop, step: Node, bound: Bound, rolled: frozenset[str]) -> N
     return call("view", (flat, [loop.count, *sizes]))
 
 
-def _linear(loop: _Loop, step: Node, bound: Bound, rolled: frozenset[str]) -> Node | None:
+def _linear(loop: Loop, step: Node, bound: Bound, rolled: frozenset[str]) -> Node | None:
     if rolled == {"input", "weight"} and bound["bias"] is None and value_of(step).dim() == 2:
         return loop.r.call("bmm", (bound["input"], loop.r.call("transpose", (bound["weight"], 1, 2))))
     return loop.again(step, bound) if rolled == {"input"} else None

@@ -27,6 +27,8 @@ def _simplify(c: Compilation) -> None:
     if "cse" not in c.options.disable_rules:
         c.rules.hits["cse"] += c.do(passes.CSE, c.graph)
     if type(c.backend).supports is not Backend.supports:  # one that claims nothing gives eager's bits
+        c.do(passes.JOIN_SCANS, c.graph, c.rules)
+        c.do(passes.RECUR, c.graph, c.rules)
         c.do(passes.ROLL, c.graph, c.rules)
 
 

@@ -18,11 +18,12 @@ from hypothesis import strategies as st
 
 from fusewright.toolkit.ir import Builder, Index, Kernel, Val, interpret, structural_hash, symbol, to_text
 from fusewright.toolkit.ir.extent import evaluate
-from fusewright.toolkit.ir.types import is_float, to_torch
+from fusewright.toolkit.ir.types import DType, is_float, to_torch
 from fusewright.toolkit.transform.split import split_rows
 from fusewright_cpu.run import codegen, jit
 from fusewright_cpu.run.jit import compile_kernels
 from fusewright_cpu.target import CpuTarget, target_machine, x86_target
+from tests.kernels import recurrence
 
 SIZES = st.sampled_from([0, 1, 2, 3, 7, 15, 16, 17, 33, 64, 65, 130])
 FLOAT_OPS = {
@@ -380,3 +381,28 @@ def test_long_reductions_split_in_two(how: str, row: int, rows: int) -> None:
     module.launcher(second).checked([data, out, *parts])
     want = {"sum": data.double().sum(1).float(), "max": data.amax(1), "any": (data > 3.5).any(1)}[how]
     torch.testing.assert_close(out, want, atol=1e-4, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["f32", "f64", "bf16", "i64"])
+@pytest.mark.parametrize("shape", [(6, 37, 5), (1, 8, 33), (1, 40, 1), (3, 1, 16), (2, 64, 130)])
+@pytest.mark.parametrize("first", [None, 0.0])
+def test_a_recurrence_has_the_bits_of_its_steps(dtype: DType, shape: tuple[int, int, int], first: float | None) -> None:
+    """Vectors lie across rows; no product is fused into its addition, and no step is reassociated."""
+    k, t = recurrence(*shape, dtype, first), to_torch(dtype)
+    a, b = ((torch.randn(shape) * 3).to(t) for _ in range(2))
+    data = [a, b, (torch.randn(shape[0], shape[2]) * 3).to(t)]
+    want, got = torch.zeros_like(b), torch.zeros_like(b)
+    interpret(k, [*data, want])
+    compile_kernels([k]).launcher(k).checked([*data, got])
+    assert same_bits(got, want)
+
+
+def test_a_recurrence_through_infinity_is_that_of_its_steps() -> None:
+    """Products of all factors overflow, and a factor of zero resets the state; the states themselves stay finite."""
+    a, b = torch.full((1, 40, 3), 1e30), torch.zeros(1, 40, 3)
+    a[0, 20], b[0, 20:] = 0.0, 1e-30
+    a[0, 21:] = 1.0
+    k, got, want = recurrence(1, 40, 3), torch.zeros(1, 40, 3), torch.zeros(1, 40, 3)
+    compile_kernels([k]).launcher(k).checked([a, b, torch.zeros(1, 3), got])
+    interpret(k, [a, b, torch.zeros(1, 3), want])
+    assert got.isfinite().all() and same_bits(got, want)

@@ -22,6 +22,7 @@ from fusewright.toolkit.ir import (
     verify,
 )
 from fusewright.toolkit.ir.extent import divide, evaluate
+from tests.kernels import recurrence
 
 
 def softmax(rows: int = 5, cols: int = 64, name: str = "softmax", buffer: str = "x") -> Kernel:
@@ -183,3 +184,14 @@ def test_in_place_reuse_needs_equal_indices() -> None:
     (i,) = b.axes
     b.store(y, i, b.load(x, 7 - i))
     assert not b.build().may_share(out=1, source=0)
+
+
+@pytest.mark.parametrize("first", [None, 0.0])
+def test_a_recurrence_is_a_loop_over_its_steps(first: float | None) -> None:
+    a, b, h = torch.randn(6, 37, 5), torch.randn(6, 37, 5), torch.randn(6, 5)
+    out = torch.empty_like(b)
+    interpret(recurrence(first=first), [a, b, h, out])
+    state = h if first is None else torch.zeros_like(h)
+    for t in range(37):
+        state = a[:, t] * state + b[:, t]
+        assert torch.equal(out[:, t], state)

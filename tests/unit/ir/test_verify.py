@@ -13,6 +13,7 @@ from fusewright.toolkit.ir import Builder, Index, Kernel, KernelError, Scalar, S
 from fusewright.toolkit.ir.ir import Node
 from fusewright.toolkit.ir.verify import KERNEL, RULES
 from tests.backends.cpu.test_random_kernels import SETTINGS, Case, cases
+from tests.kernels import recurrence
 from tests.unit.ir.test_kernel_ir import softmax
 
 
@@ -95,6 +96,10 @@ MUTATIONS: dict[str, tuple[str, Callable[[], Kernel]]] = {
     "a position that is a float": ("reductions", lambda: node(counted(), "reduce", dtype="f32")),
     "a scan along two axes": ("scans", lambda: replace(counted(), r=(5, 10))),
     "a scan that is none": ("scans", lambda: node(counted(), "scan", how="mean")),
+    "a recurrence of one operand": ("scans", lambda: node(counted(), "scan", how="linear")),
+    "a recurrence from a state per element": (
+        "points", lambda: edited(recurrence(), "scan", lambda n: replace(n, args=(*n.args[:2], n.args[1])))
+    ),
     "a check of no size": ("bounds", lambda: node(gathered(), "bound", extent=None)),
     "a constant of nothing": ("literals", lambda: node(gathered(), "const", value=None)),
 }  # fmt: skip

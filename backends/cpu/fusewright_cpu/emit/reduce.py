@@ -47,7 +47,7 @@ class Reducer:
         """Return the initial state in `w` lanes."""
         t = LLVM_TYPE[self.dtype]
         match self.how:
-            case "sum":
+            case "sum" | "linear":
                 state = [const(0, t)]
             case "prod":
                 state = [const(1, t)]
@@ -138,13 +138,25 @@ class Scanner:
     @property
     def by_vectors(self) -> bool:
         """Return whether neighbours may be added first, which floats that could then overflow rule out."""
-        return (self.wide and self.node.how == "sum") or self.node.how in ("max", "min") or self.node.dtype[0] in "iu"
+        return (self.wide and self.node.how == "sum") or self.node.how in ("max", "min") or (
+            self.node.dtype[0] in "iu" and not self.linear
+        )
+
+    @property
+    def linear(self) -> bool:
+        """Return whether this is a recurrence, whose state begins with a value of the kernel."""
+        return self.node.how == "linear"
 
     def _reducer(self) -> Reducer:
         return Reducer(self.node, "f64" if self.wide else self.node.dtype)
 
     def start(self, f: Fn, w: int) -> State:
         return self._reducer().start(f, w)
+
+    def advance(self, f: Fn, h: V, a: V, b: V) -> V:
+        """Return the state a * h + b after `h`, rounded twice as eager's two operations do."""
+        kind = "f" if TYPES[self.node.dtype].kind == "float" else ""
+        return f.bin(f"{kind}add", f.bin(f"{kind}mul", a, h), b)
 
     def step(self, f: Fn, state: State, x: V, along: bool) -> tuple[State, V]:
         """Return (state, value of the scan here). With `along` the lanes are elements of one row, and the state in every lane

@@ -117,9 +117,17 @@ class RowLoops:
         out: State = []
         for k in range(self.count + (1 if self.extra else 0)):
             for r in self.accumulators:
-                w = self._state_width(r.node.args[0]) if k < self.count else 1
+                w = self._state_width(self._operand(r)) if k < self.count else 1
+                if isinstance(r, Scanner) and r.linear:
+                    out.append(self.f.splat(self.b.value(r.node.args[2], 0 if self.row else k), w))
+                    continue
                 out.extend(r.start(self.f, w))
         return out
+
+    @staticmethod
+    def _operand(r: Reducer | Scanner) -> int:
+        """Return the value whose lanes the accumulator has."""
+        return r.node.id if isinstance(r, Scanner) else r.node.args[0]
 
     def _split(self, states: State) -> list[list[State]]:
         """Split flat states into lists per unit and accumulator."""
@@ -257,8 +265,13 @@ class RowLoops:
         x = b.value(n.args[0], u)
         if n.op == "scan":
             k = scans[n.id]
-            x = self.f.splat(x, unit[k][0].w)
-            unit[k], out = self.scanners[k - len(self.reducers)].step(self.f, unit[k], x, self.row)
+            w, scanner = unit[k][0].w, self.scanners[k - len(self.reducers)]
+            x = self.f.splat(x, w)
+            if scanner.linear:
+                out = scanner.advance(self.f, unit[k][0], x, self.f.splat(b.value(n.args[1], u), w))
+                unit[k] = [out]
+            else:
+                unit[k], out = scanner.step(self.f, unit[k], x, self.row)
             b.units[u][n.id] = out
             if n.keep:
                 b.keep_store(n, out, u)

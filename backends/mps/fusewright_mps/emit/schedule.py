@@ -61,6 +61,8 @@ def choose(kernel: Kernel, target: Target, aligned: bool = True) -> Config:
     reach = contiguous(kernel, seen)
     best = max(range(n_p), key=lambda a: (reach[a], a), default=None)
     by_rows = best is None or reach[-1] >= reach[best]
+    if any(n.op == "scan" and n.how == "linear" for n in kernel.nodes()):
+        return _alone(kernel, seen, best)
     scans = any(n.op == "scan" for n in kernel.nodes())
     full = target.simdgroups * LANES  # threads that keep all cores busy
     if row <= 4 or (row <= 16 and points >= full) or (not by_rows and (scans or (row <= 64 and points >= full // 2))):

@@ -100,7 +100,9 @@ class Program(Values):
         begin, end = self._row_range(k)
         for n in todo:
             self._start(n, begin)
-        self.put(f"for start in range({begin}, {end}, RB):")
+        ahead = any(n.op == "scan" and n.how == "linear" for n in todo)
+        steps = f"tl.range({begin}, {end}, RB, num_stages={FORMULA.steps_ahead})" if ahead else f"range({begin}, {end}, RB)"
+        self.put(f"for start in {steps}:")
         outside = set(self.known)
         with self.indented():
             self._row_position("start", always=True)
@@ -226,7 +228,10 @@ class Program(Values):
 
     def _start(self, n: Node, begin: str) -> None:
         """Print the variables that are carried through the loop, which starts at row element `begin`."""
-        if n.op == "scan":
+        if n.op == "scan" and n.how == "linear":
+            before = f"tl.broadcast_to({self.operand(n.args[2])}, {self.layout.shape(self.layout.dims_of[n.id])})"
+            self.put(f"carry{n.id} = {before}")
+        elif n.op == "scan":
             shape = self.layout.shape(self.layout.dims_of[n.id] - {self._row().var})
             self.put(red.Carry(f"carry{n.id}", red.identity(n.how, n.dtype), n.dtype).init(shape))
         if n.op != "reduce":
@@ -257,6 +262,11 @@ class Program(Values):
 
     def _scan_step(self, n: Node) -> None:
         v, axis, carry = self.name(n.id), self.layout.row_axis(), f"carry{n.id}"
+        if n.how == "linear":  # one element of the row at a time
+            a, b = (atom(self.operand(i)) for i in n.args[:2])
+            self.put(f"{v} = {a} * {carry} + {b}")
+            self.put(f"{carry} = {v}")
+            return
         self.put(f"{v}_x = {self._scanned(n)}")
         self.put(f"{v} = {red.step(n.how, n.dtype, carry, f'fw.scan_{n.how}({v}_x, {axis})')}")
         self.put(f"{carry} = {red.step(n.how, n.dtype, carry, red.fold(n.how, f'{v}_x', axis))}")

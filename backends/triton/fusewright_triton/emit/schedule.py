@@ -75,6 +75,8 @@ def choose(kernel: Kernel, target: Target) -> Config:
     shape = _shape(kernel, tuple(evaluate(s, hints) for s in kernel.sizes))
     if not kernel.r:
         return _point(kernel, shape, target)
+    if recurs(kernel):
+        return _recurrence(shape, target)
     static = all(isinstance(s, int) for s in kernel.r)
     if _row_is_contiguous(shape):
         return _rows(kernel, shape, target, static)
@@ -89,6 +91,8 @@ def simulation(kernel: Kernel) -> Config:
     if not kernel.r:
         return Config((Tile(every, min(_pow2(points), 65536)),) if every else (), 0, False, 1, 4)
     row = _pow2(max(2, _product([evaluate(s, hints) for s in kernel.r])))
+    if recurs(kernel):
+        return Config(_tile(every, min(_pow2(points), 65536)), 1, False, 1, 4)
     static = all(isinstance(s, int) for s in kernel.r)
     persistent = static and row <= 65536 and all(s != 0 for s in kernel.r)
     step = row if persistent else min(row, 4096)
@@ -288,6 +292,19 @@ def _columns(kernel: Kernel, shape: _Shape, target: Target, static: bool) -> Con
     step = min(row, max(16, 4096 // block))
     split = _split(kernel, shape, -(-shape.points // block), step, target)
     return Config(_tile(every, block), step, False, split, _warps(block * step, 32, target))
+
+
+def recurs(kernel: Kernel) -> bool:
+    """Return whether the kernel has a recurrence, whose steps run in order."""
+    return any(n.op == "scan" and n.how == "linear" for n in kernel.nodes())
+
+
+def _recurrence(shape: _Shape, target: Target) -> Config:
+    """Give each thread whole rows, of which it takes one element at a time, and each program a warp or more of neighbours."""
+    block = min(128, _pow2(max(1, shape.points)))
+    while block > target.lanes and shape.points < 2 * target.units * block:
+        block //= 2
+    return Config(_tile(tuple(range(shape.n_p)), block), 1, False, 1, _warps(block, 1, target))
 
 
 def _tile(axes: tuple[int, ...], block: int) -> tuple[Tile, ...]:

@@ -101,6 +101,10 @@ ONE_DIM: Cases = {name: (c(X, 1), c(t(2, 3, 4), -2, True)) for name in _ONE_DIM.
 ALONG: Cases = {
     name: (c(X, 1), c(t(2, 3, 4), 0), c(t(), 0)) for name in ("cumsum", "cumprod", "cummax", "logcumsumexp")
 }
+ALONG["linear_scan"] = (
+    c(X, Y, None, 1), c(UNIT, X, V, 0), c(t(2, 1, 4), t(2, 9, 4), t(2, 4), -2), c(t(low=0.5, high=1), V, t(), 0),
+    c(t(2, 3, 1), t(2, 3, 4), t(1, 4), 1), c(t(0, 4), t(0, 4), None, 0), c(t(1, 4), t(1, 4), V, 0),
+)  # fmt: skip
 MOMENTS: Cases = {
     name: (c(X), c(t(2, 3, 4), [1, 2], correction=0, keepdim=True), c(X, [0], correction=1))
     for name in _MOMENTS.split()
@@ -533,7 +537,7 @@ _EVERY = """
 _NUMBERS = """
     lt_scalar le_scalar gt_scalar ge_scalar fmod_scalar remainder_scalar copysign_scalar abs sub
     rsub neg sign sgn div_rounded fmod remainder copysign pow_scalar scalar_pow pow clamp
-    clamp_tensor relu ceil floor trunc round isnan isinf signbit cumprod cummax sort topk prod
+    clamp_tensor relu ceil floor trunc round isnan isinf signbit cumprod linear_scan cummax sort topk prod
     prod_all max_with_indices min_with_indices addcmul mm bmm addmm baddbmm dot mv scatter_reduce
     index_add index_fill fill_tensor matmul fmax fmin bucketize exp2 expm1 log log2 rsqrt reciprocal
     atan2

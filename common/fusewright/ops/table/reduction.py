@@ -10,6 +10,7 @@ import torch
 from fusewright.ops import dtype_rules as dt
 from fusewright.ops import shape_rules as sh
 from fusewright.ops.core import Kind, Op, row
+from fusewright.ops.semantics.recurrence import in_steps, linear_scan
 from fusewright.ops.table.pointwise import wide
 
 _op = partial(row, Kind.REDUCTION)
@@ -103,6 +104,9 @@ ROWS: tuple[Op, ...] = (
         "log(sum(exp(self))) over dim"),
     _scan("cumsum", "aten::cumsum", dt.accumulated, sh.SAME, cumsum_ref, "running sum along dim"),
     _scan("cumprod", "aten::cumprod", dt.accumulated, sh.SAME, cumprod_ref, "running product along dim"),
+    _scan("linear_scan", "fusewright::linear_scan", dt.dtype_of("b"), sh.shape_of("b"), linear_scan,
+        "h[t] = a[t] * h[t - 1] + b[t] along dim, from initial, or from h[0] = b[0] if that is none",
+        "Blelloch, Prefix Sums and Their Applications, 1990, section 1.4", in_steps),
     _scan("cummax", "aten::cummax", _VALUES_INDICES, sh.shape_of("self", 2), torch.cummax,
         "running maximum along dim, and where"),
     _scan("logcumsumexp", "aten::logcumsumexp", dt.SELF, sh.SAME, torch.logcumsumexp,

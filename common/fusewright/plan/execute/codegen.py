@@ -291,7 +291,7 @@ def _body(
             written = launches.of_call(i, written[0], framed)
         written[0] += _comment(plan, i)
         lines += [f"    {line}" for line in (_marked(written, names.object("label", label(i))) if label else written)]
-        checks = {o: f"    check({{{o}: v{o}}})" for o in i.outs if o in checked} if isinstance(i, Call) else {}
+        checks = {} if isinstance(i, Launch) else {o: f"    check({{{o}: v{o}}})" for o in i.outs if o in checked}
         if symbols is not None and isinstance(i, Call):
             asserted |= {o: "\n".join([line, *_pop(checks, o)]) for o, line in _asserted(plan, i)}
         lines += checks.values()

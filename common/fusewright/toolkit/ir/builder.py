@@ -224,6 +224,10 @@ class Builder:
         """An inclusive scan along the row axis (`optable.SCANS`)."""
         return self._add(Node(0, "scan", value.dtype, (value.id,), how=how))
 
+    def recurrence(self, a: Val, b: Val, before: Val) -> Val:
+        """The states h = a * h + b along the row axis. `before`, the state before the first step, does not vary along it."""
+        return self._add(Node(0, "scan", b.dtype, (a.id, b.id, before.id), how="linear"))
+
     def build(self) -> Kernel:
         """The verified kernel."""
         return simplify_axes(scheduled(self))

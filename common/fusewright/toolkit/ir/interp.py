@@ -155,7 +155,17 @@ class _Run:
         x = self.rows(args[0])
         if not x.shape[-1]:
             return x
+        if n.how == "linear":
+            return self.recurrence(x, self.rows(args[1]), self.rows(args[2])[..., 0])
         return _SCAN[n.how](x).to(self.type(n.dtype))
+
+    @staticmethod
+    def recurrence(a: torch.Tensor, b: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+        states = []
+        for x, y in zip(a.unbind(-1), b.unbind(-1), strict=True):
+            h = x * h + y
+            states.append(h)
+        return torch.stack(states, -1)
 
     def store(self, n: Node) -> None:
         if 0 in self.domain:

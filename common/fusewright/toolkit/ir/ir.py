@@ -32,7 +32,8 @@ Kinds of nodes (`Node.op`), besides the pointwise rows of `optable.OPS`:
 - `cast` (value-preserving conversion as `Tensor.to`);
 - `reduce` with `how` of `optable.REDUCTIONS` over all of R (argument positions count lexicographically over
   R);
-- `scan` with `how` of `optable.SCANS` along R, which must be a single axis.
+- `scan` with `how` of `optable.SCANS` along R, which must be a single axis. `linear` is a recurrence: args are a, b and
+  the state h before the first step, which does not vary along R; each step is h = a * h + b, rounded twice, in order.
 
 Only reductions may reassociate. Sums and means of f32 are at least as accurate as torch's. Integer division by
 zero also reports an error (torch raises RuntimeError).

@@ -54,7 +54,7 @@ NodeCheck: TypeAlias = Callable[[Facts, Node], Iterator[str]]
 
 OPERANDS: dict[str, tuple[int, ...]] = {
     "const": (0,), "scalar": (0,), "index": (0,), "load": (0, 2), "store": (1, 2), "bound": (1, 2),
-    "cast": (1,), "reduce": (1,), "scan": (1,), **{name: (row.arity,) for name, row in OPS.items()},
+    "cast": (1,), "reduce": (1,), "scan": (1, 3), **{name: (row.arity,) for name, row in OPS.items()},
 }  # fmt: skip
 """The operand counts that each op allows."""
 
@@ -141,6 +141,9 @@ def _points(f: Facts) -> Iterator[str]:
             yield f"{node_text(f.kernel, n)}: a point stage depends on row axes"
         if n.keep or n.op in ("reduce", "scan"):
             yield f"{node_text(f.kernel, n)}: belongs in a row stage"
+    for n in f.of("scan"):
+        if axes[n.args[-1]] & rows and n.how == "linear":
+            yield f"{node_text(f.kernel, n)}: its first state depends on row axes"
 
 
 def _index(f: Facts, n: Node) -> Iterator[str]:
@@ -220,6 +223,10 @@ def _scan(f: Facts, n: Node) -> Iterator[str]:
     operand = f.arg(n, 0).dtype
     if n.how not in SCANS:
         yield "unknown scan"
+    if (len(n.args) == 3) != (n.how == "linear"):
+        yield "a recurrence takes two operands and a state, another scan one operand"
+    elif n.how == "linear" and (len(set(f.dtypes(n))) > 1 or TYPES[operand].kind == "bool"):
+        yield f"a recurrence of {f.dtypes(n)}"
     if len(f.kernel.r) != 1:
         yield "a scan runs along a single row axis"
     if operand != n.dtype or not TYPES[operand].compute:

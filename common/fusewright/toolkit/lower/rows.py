@@ -189,6 +189,24 @@ def _scan(how: str) -> Rows:
     return run
 
 
+def _recurrence(r: RowContext, op: OpView) -> tuple[Val, ...]:
+    t = out_type(op)
+    a, b = r.x(op.arg("a"), t), r.x(op.arg("b"), t)
+    if op.arg("initial") is not None:
+        return (r.b.recurrence(a, b, r.e(op.arg("initial"), r.row, t)),)
+    first = r.b.index_value(r.along.dims[0]).eq(0)  # 0 * -0.0 + b is b, whatever a is
+    return (r.b.recurrence(r.b.where(first, 0, a), b, r.b.const(-0.0, t)),)
+
+
+def _steps(op: OpView) -> Domain:
+    return over(shape_of(op.arg("b").spec), (op.arg("dim"),))
+
+
+def _computes_numbers(op: OpView) -> str | None:
+    kinds = {TYPES[compute_dtype(v.spec.dtype)].kind for v in (op.out, *op.inputs()) if v.spec is not None}
+    return None if len(kinds) == 1 and "bool" not in kinds else "types that differ in kind"
+
+
 def _row_op(
     code: Rows,
     domain: Callable[[OpView], Domain] = reduced,
@@ -476,6 +494,7 @@ TABLE: Table = {
     "vector_norm": (_row_op(_vector_norm, check=_plain_order),),
     "logsumexp": (_row_op(_logsumexp, check=some_elements),),
     "cumsum": (_row_op(_scan("sum"), one_dim, ("full",), _number_out, ordered=True),),
+    "linear_scan": (_row_op(_recurrence, _steps, ("full",), _computes_numbers, ordered=True),),
     "cumprod": (_row_op(_scan("prod"), one_dim, ("full",), _number_out, ordered=True),),
     "softmax": (_row_op(_softmax, one_dim, ("full",)),),
     "safe_softmax": (_row_op(_safe_softmax, one_dim, ("full",)),),

@@ -12,11 +12,11 @@ import torch
 
 from fusewright.toolkit.ir import Builder, interpret, symbol
 from fusewright.toolkit.ir.optable import OPS
-from fusewright.toolkit.ir.types import TYPES, is_float, to_torch
+from fusewright.toolkit.ir.types import TYPES, DType, is_float, to_torch
 from fusewright_triton import target
 from fusewright_triton.emit.emitter import emit
 from fusewright_triton.emit.operators import FORMS, Unsupported
-from fusewright_triton.emit.schedule import Config, Tile
+from fusewright_triton.emit.schedule import Config, Tile, choose
 from fusewright_triton.runtime import SimulatedLauncher, simulate_kernels
 from tests.backends.triton.kernels import (
     argmax,
@@ -24,6 +24,7 @@ from tests.backends.triton.kernels import (
     embedding,
     layer_norm,
     masked_mean,
+    recurrence,
     reference,
     scatter_add,
     simulate,
@@ -393,3 +394,23 @@ def test_a_comparison_of_a_row_meets_those_of_its_elements() -> None:
         simulate(b.build(), [data, out_t], target=target_)
         most = data.amax(1, keepdim=True)
         assert torch.equal(out_t, (data == most) | (data.isnan() & most.isnan()))
+
+
+@pytest.mark.parametrize("dtype", ["f32", "f64", "bf16", "i64"])
+@pytest.mark.parametrize("shape", [(6, 37, 5), (1, 8, 33), (1, 40, 1), (3, 1, 16)])
+@pytest.mark.parametrize("first", [None, 0.0])
+def test_a_recurrence_is_a_loop_over_its_steps(dtype: DType, shape: tuple[int, int, int], first: float | None) -> None:
+    k, t = recurrence(*shape, dtype, first), to_torch(dtype)
+    a, b = ((torch.randn(shape)).to(t) for _ in range(2))
+    tensors = [a, b, torch.randn(shape[0], shape[2]).to(t), torch.zeros_like(b)]
+    want = reference(k, tensors)
+    simulate(k, tensors)
+    torch.testing.assert_close(tensors[3], want[3])
+    c = choose(k, H100)
+    assert (c.row, c.persistent, c.split) == (1, False, 1)
+    SimulatedLauncher(k, emit(k, c))(tensors)
+    torch.testing.assert_close(tensors[3], want[3])
+
+
+def test_steps_of_a_recurrence_are_read_ahead() -> None:
+    assert "in tl.range(0, 37, RB, num_stages=" in emit(recurrence(), choose(recurrence(), H100)).text

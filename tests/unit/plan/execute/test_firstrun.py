@@ -6,6 +6,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import pytest
 import torch
 
 from fusewright.plan.build import written_values
@@ -72,3 +73,23 @@ def test_threads_that_meet_in_the_first_run_repair_once() -> None:
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(call, range(4))) == [1, 2, 3, 4]
     assert len(repairs) == 1
+
+
+def test_results_of_functions_that_eager_runs_are_compared_as_those_of_calls() -> None:
+    """The trace of a higher-order op claims its inputs' strides; kernels behind it read the wrong elements."""
+    scan = pytest.importorskip("torch._higher_order_ops.associative_scan", reason="torch 2.10 and later have it").associative_scan_op
+
+    def difference(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, d: torch.Tensor) -> list[torch.Tensor]:
+        return [a * c, c * b - d]
+
+    def program(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = scan(difference, [a.movedim(2, 0), b.movedim(2, 0)], ())[1]
+        return found.movedim(0, 2) * 1
+
+    a, b, results = torch.rand(2, 3, 8, 4), torch.randn(2, 3, 8, 4), []
+    for backend in ("eager", "fusewright"):
+        torch._dynamo.reset()
+        with torch.no_grad():
+            results.append(torch.compile(program, backend=backend, dynamic=False)(a, b))
+    assert results[0].stride() == results[1].stride()
+    torch.testing.assert_close(results[1], results[0])
