@@ -406,8 +406,7 @@ class SizesAssumed(ValueError):
 
 @contextlib.contextmanager
 def assuming_nothing(fake: Any) -> Iterator[None]:
-    """A context for tracing with FakeTensors of a graph whose guards are fixed. Raises `SizesAssumed` where that would add a
-    guard."""
+    """A context for tracing with FakeTensors whose guards are fixed. Raises `SizesAssumed` where a guard would be added."""
     env = fake_mode_of(fake).shape_env
     if env is None or "_check_frozen" in vars(env):
         yield
@@ -416,19 +415,20 @@ def assuming_nothing(fake: Any) -> Iterator[None]:
     def refuse(expr: Any, value: Any) -> None:
         raise SizesAssumed(f"{expr} is {value}")
 
-    told = logging.getLogger("torch.fx.experimental.symbolic_shapes")
-    told.addFilter(_refused_guard)
     env._check_frozen = refuse  # every torch asks it before it adds a guard; answers by exceptions are not remembered
     try:
         yield
     finally:
         del env._check_frozen
-        told.removeFilter(_refused_guard)
 
 
 def _refused_guard(record: logging.LogRecord) -> bool:
-    """A filter for torch's log messages about guards that are refused on purpose."""
-    return not str(record.msg).startswith("failed during evaluate_expr")
+    """A filter for what torch logs while a guard is refused on purpose."""
+    return not isinstance(sys.exc_info()[1], SizesAssumed)
+
+
+for _source in ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor"):
+    logging.getLogger(_source).addFilter(_refused_guard)  # for good: threads that trace would remove each other's
 
 
 def dispatch_mode(handler: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> Any:

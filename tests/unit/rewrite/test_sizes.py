@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -78,3 +79,12 @@ def test_a_question_about_sizes_is_refused_each_time() -> None:
     with compat.assuming_nothing(image):
         assert image.shape[0] > 1, "which its guards say"
     assert len(env.guards) == guards
+
+
+def test_a_refused_question_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """Torch's rule for `complex` asks for sizes as numbers; its log would show a traceback to users, though nothing is wrong."""
+    graph, _ = traced()
+    image = next(n.meta["val"] for n in graph.nodes if n.op == "placeholder")
+    with compat.fake_mode_of(image), compat.assuming_nothing(image), pytest.raises(compat.SizesAssumed):
+        torch.complex(image, image)
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
