@@ -46,6 +46,21 @@ def test_what_one_process_compiled_the_next_finds() -> None:
     torch.testing.assert_close(first, affine(X))
 
 
+def test_the_plan_of_a_recurrence_is_found() -> None:
+    def states(a: torch.Tensor) -> torch.Tensor:
+        h, seen = torch.ones_like(a[0]), []
+        for x in a:
+            h = x * h + x
+            seen.append(h)
+        return torch.stack(seen)
+
+    a = torch.rand(9, 4)
+    with counted() as made:
+        results = [compiled(states)(a) for _ in range(2)]
+    assert len(made) == 1 and names() == made
+    assert all(torch.equal(r, states(a)) for r in results)
+
+
 def test_both_plans_of_a_training_step_that_updates_statistics_are_found() -> None:
     theirs = torch.nn.Sequential(*(torch.nn.BatchNorm1d(6) for _ in range(3)))
     x, results = torch.randn(5, 6), []

@@ -77,7 +77,8 @@ def test_threads_that_meet_in_the_first_run_repair_once() -> None:
 
 def test_results_of_functions_that_eager_runs_are_compared_as_those_of_calls() -> None:
     """The trace of a higher-order op claims its inputs' strides; kernels behind it read the wrong elements."""
-    scan = pytest.importorskip("torch._higher_order_ops.associative_scan", reason="torch 2.10 and later have it").associative_scan_op
+    module = pytest.importorskip("torch._higher_order_ops.associative_scan", reason="torch 2.10 and later have it")
+    scan = module.associative_scan_op
 
     def difference(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, d: torch.Tensor) -> list[torch.Tensor]:
         return [a * c, c * b - d]
