@@ -39,15 +39,17 @@ _answers: dict[Any, str | None] = {}
 def refusal(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> str | None:
     """Why eager refuses this call of an overload, or None. Tensors are fake; `result` is the traced one."""
     given = bind(params_of(target), args, kwargs)
-    if not _doubtful(target, given, result):
+    doubtful = _doubtful(target, given, result)
+    if not doubtful and not _of_bools(target, given):
         return None
-    key = (target, _described(tuple(given.values())))
+    key = (target, doubtful, _described(tuple(given.values())))
     if key not in _answers:
         if len(_answers) >= MOST_ANSWERS:
             _answers.clear()
         large = "size" not in given and any(_elements(t) > MOST_ELEMENTS for t in tensors(result))
         asked = not large or any(True for v in given.values() for _ in tensors(v))
-        _answers[key] = _asked(target, given) if asked else UNASKED
+        ask = _asked if doubtful else _asked_of_bools
+        _answers[key] = ask(target, given) if asked else UNASKED if doubtful else None
     return _answers[key]
 
 
@@ -81,6 +83,15 @@ def _doubtful(target: Any, given: Mapping[str, Any], result: Any) -> bool:
     combined = [t for name in numbers - INDICES - MASKS for t in tensors(given[name])]
     dtypes = {t.dtype for t in (*combined, *tensors(result))}
     return any(isinstance(x, bool) or not all(_fits(x, d) for d in dtypes) for x in numbers_given)
+
+
+def _operands(target: Any, given: Mapping[str, Any]) -> list[torch.Tensor]:
+    return [t for name in _parts(target)[1] - INDICES - MASKS for t in tensors(given[name])]
+
+
+def _of_bools(target: Any, given: Mapping[str, Any]) -> bool:
+    """Whether an operand is of bools, which not all of eager's kernels take."""
+    return any(t.dtype == torch.bool for t in _operands(target, given))
 
 
 def _each(value: Any) -> Iterable[Any]:
@@ -137,6 +148,21 @@ def _asked(target: Any, given: Mapping[str, Any]) -> str | None:
         except Exception as e:  # of any kind: eager will raise it
             return f"eager refuses this call: {' '.join(str(e).split())[:120]}"
     return None
+
+
+def _asked_of_bools(target: Any, given: Mapping[str, Any]) -> str | None:
+    """Eager's error for bools. A call that it refuses with small integers too is refused for the stand-ins' sizes."""
+    why = _asked(target, given)
+    if why is None:
+        return None
+    integers = {t: torch.empty_like(t, dtype=torch.uint8) for t in _operands(target, given) if t.dtype == torch.bool}
+
+    def swap(value: Any) -> Any:
+        if isinstance(value, tuple | list):
+            return [swap(v) for v in value]
+        return integers.get(value, value) if isinstance(value, torch.Tensor) else value
+
+    return why if _asked(target, {name: swap(v) for name, v in given.items()}) is None else None
 
 
 def _largest(target: Any, given: Mapping[str, Any]) -> int:

@@ -28,9 +28,14 @@ REFUSED: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "a 0-dim tensor that may be": (aten.masked_fill.Tensor, (HALF, BOOL, NUMBER)),
     "too large for float32": (aten.clamp.default, (F32, 1e39)),
     "no such dim": (aten._softmax.default, (fake(torch.float32, 3), 10, False)),
+    "the largest of bools": (aten.argmax.default, (BOOL, 1)),
+    "bools rounded": (aten.floor.default, (BOOL,)),
     "a bool from a half": (aten.rsub.Scalar, (HALF, True)),
 }
 ALLOWED: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "a sum of bools": (aten.sum.default, (BOOL,)),
+    "a half and a float": (aten.add.Tensor, (HALF, F32)),
+    "a view whose stand-in has other sizes": (aten.view.default, (BOOL, [12])),
     "infinity": (aten.masked_fill.Scalar, (HALF, BOOL, float("-inf"))),
     "comparisons wrap": (aten.eq.Scalar, (INT8, 1000)),
     "products are infinite": (aten.mul.Tensor, (HALF, 1e9)),
