@@ -144,7 +144,7 @@ def _near(kernel: Kernel, c: Config) -> Iterator[Config]:
     if not c.row:
         yield from (replace(c, tiles=_scaled(c.tiles, 4), warps=int(c.warps * w)) for w in (1, 2))
         return
-    if schedule.recurs(kernel):  # a step needs the one before
+    if kernel.recurs:  # a step needs the one before
         return
     row = _row(kernel)
     if c.persistent:

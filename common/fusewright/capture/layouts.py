@@ -15,6 +15,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fusewright import _torch_compat as compat
+from fusewright.graph.spec import by_stride
 from fusewright.graph.view import dependents
 
 LAST = torch.channels_last
@@ -144,8 +145,7 @@ def _apart(results: Sequence[Node]) -> bool:
 def _order(n: Node) -> tuple[int, ...] | None:
     """The dims of a node's result, outermost in memory first; None if it is not dense."""
     x = _example(n)
-    stride = x.stride()
-    order = tuple(sorted(range(x.dim()), key=lambda d: (-stride[d], d)))
+    order = tuple(by_stride(x))
     return order if x.permute(order).is_contiguous() else None
 
 

@@ -36,6 +36,12 @@ def contiguous_strides(sizes: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(reversed(strides)) if sizes else ()
 
 
+def by_stride(x: torch.Tensor) -> list[int]:
+    """The dims of a tensor, the outermost in memory first."""
+    strides = x.stride()
+    return sorted(range(x.dim()), key=lambda d: (-strides[d], d))
+
+
 def tensor_spec(t: torch.Tensor, const: bool = False) -> TensorSpec:
     """The spec of a traced tensor. Layouts without strides (sparse, mkldnn) get empty strides."""
     stride = tuple(map(size, t.stride())) if t.layout is torch.strided else ()

@@ -16,7 +16,7 @@ from torch.fx import Graph, Node
 from fusewright import _torch_compat as compat
 from fusewright import ops
 from fusewright.graph.effects import drop_dead_code, has_writes
-from fusewright.graph.spec import value_of
+from fusewright.graph.spec import by_stride, value_of
 from fusewright.graph.view import is_op
 from fusewright.interface import RuleLog
 from fusewright.rewrite.engine import READER, Rewriter
@@ -54,8 +54,7 @@ def laid_out(r: Rewriter, a: Node, b: Node, like: torch.Tensor) -> Node | None:
     """The scan of a and b along dim 0 with the strides of `like`, or None if there is none."""
     if not _fits(value_of(a), like) or not _fits(value_of(b), like):
         return None
-    strides = like.stride()
-    order = sorted(range(like.dim()), key=lambda d: (-strides[d], d))
+    order = by_stride(like)
     a, b = (r.call("permute", (x, order)) for x in (a, b))
     scan = r.call("linear_scan", (a, b, None, order.index(0)))
     new = r.call("permute", (scan, [order.index(d) for d in range(like.dim())]))

@@ -16,11 +16,12 @@ from torch.fx import Graph, Node
 
 from fusewright import _torch_compat as compat
 from fusewright.graph.effects import drop_dead_code, writes
-from fusewright.graph.spec import value_of
+from fusewright.graph.spec import by_stride, value_of
 from fusewright.graph.view import is_op
 from fusewright.interface import RuleLog
+from fusewright.ops.semantics.recurrence import carried
 from fusewright.rewrite.engine import READER, Rewriter
-from fusewright.rewrite.unrolled import LEAST_STEPS, Loop, alike
+from fusewright.rewrite.unrolled import LEAST_STEPS, Loop, alike, has
 
 ID = "loop.recurrence"
 """The rule's id in reports, and for `disable_rules`."""
@@ -273,8 +274,7 @@ class _Recurrence:
         if any(type(x) is not type(first) or repr(x) != repr(first) for x in column):
             return None
         if not isinstance(first, Node):
-            kept = torch.float32 if self.like.dtype in (torch.bfloat16, torch.float16) else self.like.dtype
-            kind = {"dtype": kept, "device": self.like.device, "pin_memory": False}
+            kind = {"dtype": carried(self.like.dtype), "device": self.like.device, "pin_memory": False}
             return self.r.call("full", ([1] * (self.like.dim() + 1), float(first)), kwargs=kind)
         return self._aligned(self.r.call("unsqueeze", (first, 0)))
 
@@ -286,8 +286,7 @@ class _Recurrence:
 
     def _order(self) -> list[int]:
         """The dims of a state, the outermost in memory first."""
-        strides = self.like.stride()
-        return sorted(range(self.like.dim()), key=lambda d: (-strides[d], d))
+        return by_stride(self.like)
 
     def _ordered(self, a: Node, b: Node, before: Node | None) -> Node:
         """The scan, laid out as states are."""
@@ -319,11 +318,7 @@ def _private(own: set[Node], r: Rewriter) -> set[Node]:
 
 
 def _is_like(v: Any, x: torch.Tensor) -> bool:
-    return isinstance(v, torch.Tensor) and v.dtype == x.dtype and v.device == x.device and _same_sizes(v, x)
-
-
-def _same_sizes(v: torch.Tensor, x: torch.Tensor) -> bool:
-    return v.dim() == x.dim() and all(compat.statically_true(m == n) for m, n in zip(v.shape, x.shape, strict=True))
+    return isinstance(v, torch.Tensor) and has(v, x, tuple(x.shape))
 
 
 def _converts(v: Any, x: torch.Tensor) -> bool:

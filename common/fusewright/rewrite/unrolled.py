@@ -233,14 +233,15 @@ def _same_type(a: Node, b: Node) -> bool:
     x, y = value_of(a), value_of(b)
     if not isinstance(x, torch.Tensor) or not isinstance(y, torch.Tensor) or x.layout is not torch.strided:
         return False
-    return _has(x, y, tuple(y.shape))
+    return has(x, y, tuple(y.shape))
 
 
 def _is_rolled(found: Node, step: Node, count: int) -> bool:
-    return _has(value_of(found), value_of(step), (count, *value_of(step).shape))
+    return has(value_of(found), value_of(step), (count, *value_of(step).shape))
 
 
-def _has(x: torch.Tensor, like: torch.Tensor, shape: Sequence[Any]) -> bool:
+def has(x: torch.Tensor, like: torch.Tensor, shape: Sequence[Any]) -> bool:
+    """Whether a value has this shape, and otherwise the type, device and layout of `like`."""
     same = x.dtype == like.dtype and x.device == like.device and x.layout is like.layout and x.dim() == len(shape)
     return same and all(compat.statically_true(a == b) for a, b in zip(x.shape, shape, strict=True))
 

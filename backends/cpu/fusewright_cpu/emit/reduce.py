@@ -138,14 +138,8 @@ class Scanner:
     @property
     def by_vectors(self) -> bool:
         """Return whether neighbours may be added first, which floats that could then overflow rule out."""
-        return (self.wide and self.node.how == "sum") or self.node.how in ("max", "min") or (
-            self.node.dtype[0] in "iu" and not self.linear
-        )
-
-    @property
-    def linear(self) -> bool:
-        """Return whether this is a recurrence, whose state begins with a value of the kernel."""
-        return self.node.how == "linear"
+        exact = self.node.how in ("max", "min") or (self.node.dtype[0] in "iu" and not self.node.recurs)
+        return exact or (self.wide and self.node.how == "sum")
 
     def _reducer(self) -> Reducer:
         return Reducer(self.node, "f64" if self.wide else self.node.dtype)

@@ -118,7 +118,7 @@ class RowLoops:
         for k in range(self.count + (1 if self.extra else 0)):
             for r in self.accumulators:
                 w = self._state_width(self._operand(r)) if k < self.count else 1
-                if isinstance(r, Scanner) and r.linear:
+                if r.node.recurs:
                     out.append(self.f.splat(self.b.value(r.node.args[2], 0 if self.row else k), w))
                     continue
                 out.extend(r.start(self.f, w))
@@ -267,7 +267,7 @@ class RowLoops:
             k = scans[n.id]
             w, scanner = unit[k][0].w, self.scanners[k - len(self.reducers)]
             x = self.f.splat(x, w)
-            if scanner.linear:
+            if n.recurs:
                 out = scanner.advance(self.f, unit[k][0], x, self.f.splat(b.value(n.args[1], u), w))
                 unit[k] = [out]
             else:

@@ -145,7 +145,7 @@ def _vector_axis(kernel: Kernel, sizes: list[int], serial: frozenset[int]) -> in
             score -= 64
         if _conflicts(kernel, a):
             score -= 128
-        if a >= len(kernel.p) and any(n.op == "scan" and n.how == "linear" for n in kernel.nodes()):
+        if a >= len(kernel.p) and kernel.recurs:
             score -= 256  # one step needs the one before
         if score > best_score + 1e-9:
             best, best_score = a, score

@@ -235,7 +235,7 @@ class Rows(Points):
             self.put(f"{METAL[dtype]} a{n.id} = {self._identity(n)};")
             if n.how.startswith("arg"):
                 self.put(f"{self.integer} b{n.id} = 0;")
-        elif n.op == "scan" and n.how == "linear":
+        elif n.recurs:
             self.put(f"{METAL[n.dtype]} c{n.id} = {self.operand(n.args[2])};")
         elif n.op == "scan":
             self.put(f"{METAL[n.dtype]} c{n.id} = {literal(identity(n.how, n.dtype), n.dtype)};")
@@ -416,7 +416,7 @@ class Rows(Points):
             super().node(n, over_row)
 
     def _scan(self, n: Node) -> None:
-        if n.how == "linear":
+        if n.recurs:
             self.names[n.id] = f"v{n.id}"
             product = combined("prod", n.dtype, self.operand(n.args[0]), f"c{n.id}")
             self.put(f"c{n.id} = {combined('sum', n.dtype, f'({product})', self.operand(n.args[1]))};")

@@ -61,7 +61,7 @@ def choose(kernel: Kernel, target: Target, aligned: bool = True) -> Config:
     reach = contiguous(kernel, seen)
     best = max(range(n_p), key=lambda a: (reach[a], a), default=None)
     by_rows = best is None or reach[-1] >= reach[best]
-    if any(n.op == "scan" and n.how == "linear" for n in kernel.nodes()):
+    if kernel.recurs:
         return _alone(kernel, seen, best)
     scans = any(n.op == "scan" for n in kernel.nodes())
     full = target.simdgroups * LANES  # threads that keep all cores busy

@@ -100,7 +100,7 @@ class Program(Values):
         begin, end = self._row_range(k)
         for n in todo:
             self._start(n, begin)
-        ahead = any(n.op == "scan" and n.how == "linear" for n in todo)
+        ahead = any(n.recurs for n in todo)
         steps = f"tl.range({begin}, {end}, RB, num_stages={FORMULA.steps_ahead})" if ahead else f"range({begin}, {end}, RB)"
         self.put(f"for start in {steps}:")
         outside = set(self.known)
@@ -228,7 +228,7 @@ class Program(Values):
 
     def _start(self, n: Node, begin: str) -> None:
         """Print the variables that are carried through the loop, which starts at row element `begin`."""
-        if n.op == "scan" and n.how == "linear":
+        if n.recurs:
             before = f"tl.broadcast_to({self.operand(n.args[2])}, {self.layout.shape(self.layout.dims_of[n.id])})"
             self.put(f"carry{n.id} = {before}")
         elif n.op == "scan":
@@ -262,7 +262,7 @@ class Program(Values):
 
     def _scan_step(self, n: Node) -> None:
         v, axis, carry = self.name(n.id), self.layout.row_axis(), f"carry{n.id}"
-        if n.how == "linear":  # one element of the row at a time
+        if n.recurs:  # one element of the row at a time
             a, b = (atom(self.operand(i)) for i in n.args[:2])
             self.put(f"{v} = {a} * {carry} + {b}")
             self.put(f"{carry} = {v}")

@@ -75,7 +75,7 @@ def choose(kernel: Kernel, target: Target) -> Config:
     shape = _shape(kernel, tuple(evaluate(s, hints) for s in kernel.sizes))
     if not kernel.r:
         return _point(kernel, shape, target)
-    if recurs(kernel):
+    if kernel.recurs:
         return _recurrence(shape, target)
     static = all(isinstance(s, int) for s in kernel.r)
     if _row_is_contiguous(shape):
@@ -91,7 +91,7 @@ def simulation(kernel: Kernel) -> Config:
     if not kernel.r:
         return Config((Tile(every, min(_pow2(points), 65536)),) if every else (), 0, False, 1, 4)
     row = _pow2(max(2, _product([evaluate(s, hints) for s in kernel.r])))
-    if recurs(kernel):
+    if kernel.recurs:
         return Config(_tile(every, min(_pow2(points), 65536)), 1, False, 1, 4)
     static = all(isinstance(s, int) for s in kernel.r)
     persistent = static and row <= 65536 and all(s != 0 for s in kernel.r)
@@ -292,11 +292,6 @@ def _columns(kernel: Kernel, shape: _Shape, target: Target, static: bool) -> Con
     step = min(row, max(16, 4096 // block))
     split = _split(kernel, shape, -(-shape.points // block), step, target)
     return Config(_tile(every, block), step, False, split, _warps(block * step, 32, target))
-
-
-def recurs(kernel: Kernel) -> bool:
-    """Return whether the kernel has a recurrence, whose steps run in order."""
-    return any(n.op == "scan" and n.how == "linear" for n in kernel.nodes())
 
 
 def _recurrence(shape: _Shape, target: Target) -> Config:

@@ -6,7 +6,10 @@ from typing import Any
 
 import torch
 
-HALVES = (torch.bfloat16, torch.float16)
+
+def carried(dtype: torch.dtype) -> torch.dtype:
+    """The type in which states of a type are carried."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
 def linear_scan(a: Any, b: Any, initial: Any, dim: int) -> Any:
@@ -17,7 +20,7 @@ def linear_scan(a: Any, b: Any, initial: Any, dim: int) -> Any:
     where shapes do not fit.
     """
     out = torch.empty(b.shape, dtype=b.dtype, device=b.device)
-    kept = torch.float32 if b.dtype in HALVES else b.dtype
+    kept = carried(b.dtype)
     factors, h = a.expand(b.shape), None if initial is None else initial.expand(_without(b, dim)).to(kept)
     for t in range(b.shape[dim]):
         step = b.select(dim, t).to(kept)
@@ -28,7 +31,7 @@ def linear_scan(a: Any, b: Any, initial: Any, dim: int) -> Any:
 
 def in_steps(a: Any, b: Any, initial: Any, dim: int) -> Any:
     """`linear_scan` in primitives."""
-    kept = torch.float32 if b.dtype in HALVES else b.dtype
+    kept = carried(b.dtype)
     if not b.shape[dim]:
         return torch.empty(b.shape, dtype=b.dtype, device=b.device)
     h, states = None if initial is None else initial.expand(_without(b, dim)).to(kept), []

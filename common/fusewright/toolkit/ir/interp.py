@@ -155,7 +155,7 @@ class _Run:
         x = self.rows(args[0])
         if not x.shape[-1]:
             return x
-        if n.how == "linear":
+        if n.recurs:
             return self.recurrence(x, self.rows(args[1]), self.rows(args[2])[..., 0])
         return _SCAN[n.how](x).to(self.type(n.dtype))
 

@@ -94,6 +94,11 @@ class Node:
     keep: bool = False
     says: str = ""
 
+    @property
+    def recurs(self) -> bool:
+        """Whether the node is a recurrence, whose steps run in order."""
+        return self.op == "scan" and self.how == "linear"
+
     def uses(self) -> Iterator[int]:
         """Yield the ids of the values that the node reads, including those of indirect indices."""
         yield from self.args
@@ -131,6 +136,11 @@ class Kernel:
     def sizes(self) -> tuple[Extent, ...]:
         """Sizes of all axes, P first."""
         return self.p + self.r
+
+    @property
+    def recurs(self) -> bool:
+        """Whether a node is a recurrence."""
+        return any(n.recurs for n in self.nodes())
 
     def nodes(self) -> Iterator[Node]:
         """All nodes in order."""

@@ -142,7 +142,7 @@ def _points(f: Facts) -> Iterator[str]:
         if n.keep or n.op in ("reduce", "scan"):
             yield f"{node_text(f.kernel, n)}: belongs in a row stage"
     for n in f.of("scan"):
-        if axes[n.args[-1]] & rows and n.how == "linear":
+        if axes[n.args[-1]] & rows and n.recurs:
             yield f"{node_text(f.kernel, n)}: its first state depends on row axes"
 
 
@@ -223,9 +223,9 @@ def _scan(f: Facts, n: Node) -> Iterator[str]:
     operand = f.arg(n, 0).dtype
     if n.how not in SCANS:
         yield "unknown scan"
-    if (len(n.args) == 3) != (n.how == "linear"):
+    if (len(n.args) == 3) != n.recurs:
         yield "a recurrence takes two operands and a state, another scan one operand"
-    elif n.how == "linear" and (len(set(f.dtypes(n))) > 1 or TYPES[operand].kind == "bool"):
+    elif n.recurs and (len(set(f.dtypes(n))) > 1 or TYPES[operand].kind == "bool"):
         yield f"a recurrence of {f.dtypes(n)}"
     if len(f.kernel.r) != 1:
         yield "a scan runs along a single row axis"

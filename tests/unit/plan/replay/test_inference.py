@@ -598,24 +598,14 @@ def test_large_results_are_written_by_the_recording_beside_small_ones(refuses: b
     assert (said[1] == said[3]) is not refuses, reports[0].replay
 
 
+@pytest.mark.parametrize(
+    ("limit", "most"), [("MOST_WRITTEN", 1 << 13), ("MOST_COPIED", 1 << 12)],
+    ids=["too large to record twice", "of a large input that only they read"],
+)  # fmt: skip
 @torch.no_grad()
-def test_results_that_are_too_large_to_record_twice_are_made_after_the_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_some_large_results_are_made_after_the_replay(monkeypatch: pytest.MonkeyPatch, limit: str, most: int) -> None:
     monkeypatch.setattr(inference, "LARGE", 1 << 12)
-    monkeypatch.setattr(inference, "MOST_WRITTEN", 1 << 13)
-    made, model = Writing(), Small()
-    fast = compiled(lambda x, y: model(x).sum() + y, made)
-    with recording() as reports:
-        for _ in range(3):
-            x, y = torch.randn(4, 8), torch.randn(64, 64)
-            torch.testing.assert_close(fast(x, y), model(x).sum() + y)
-    said = reports[0].replay.split()
-    assert said[0] == "replayed," and said[1] != said[3]
-
-
-@torch.no_grad()
-def test_a_large_input_that_only_the_tail_reads_is_not_copied_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inference, "LARGE", 1 << 12)
-    monkeypatch.setattr(inference, "MOST_COPIED", 1 << 12)
+    monkeypatch.setattr(inference, limit, most)
     made, model = Writing(), Small()
     fast = compiled(lambda x, y: model(x).sum() + y, made)
     with recording() as reports:
