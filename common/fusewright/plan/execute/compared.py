@@ -1,11 +1,12 @@
 """Never slower than eager, by measurement: a plan is compared with eager in its first calls, and dropped if it is slower.
 
 Callers always get the plan's results until a verdict: eager runs in addition, as a shadow (`shadow.py`) whose results are
-dropped. Shadows are stopped after STOPPED times the plan's time, and spread so that their time is at most SHARE of the plan's. A
-pair is the time of a shadow and of the plan's call after it, which favours the plan: its inputs are then in the cache. The plan
-stays after WINS pairs in which it is not slower, and eager replaces it after LOSSES in which it is. What a shadow runs for the
-first time warms up, and is no pair: if it is stopped there, the next one comes further. Forward and backward have one verdict,
-because kernels of one half rely on the layout of what the other half hands over; a shadow of each makes a pair.
+dropped. Shadows are stopped after STOPPED times the plan's time, and spread so that their time, with that of comparing whole
+calls (`turns.py`), is at most one in SHARE of the plan's. A pair is the time of a shadow and of the plan's call after it, which
+favours the plan: its inputs are then in the cache. The plan stays after WINS pairs in which it is not slower, and eager replaces
+it after LOSSES in which it is. What a shadow runs for the first time warms up, and is no pair: if it is stopped there, the next
+one comes further. Forward and backward have one verdict, because kernels of one half rely on the layout of what the other half
+hands over; a shadow of each makes a pair.
 """
 
 from __future__ import annotations
@@ -118,12 +119,12 @@ class Ran:
     warm: float = math.inf
 
 
-@dataclass
+@dataclass(eq=False)
 class Trial:
     """The comparison for one class of sizes, which are all the same if `alike`. `spent` and `cheapest` are costs of pairs in calls
-    of the plan; `forward` is the first half of a pair whose backward is to come. `done` is the part of eager's calls that has run
-    before. `plan` and `eager` are the least seconds of pairs, `whole` is an estimate where eager was always stopped. Only a
-    `sure` verdict is stored."""
+    of the plan, `around` is what comparing whole calls (`turns.py`) cost; `forward` is the first half of a pair whose backward is
+    to come. `done` is the part of eager's calls that has run before. `plan` and `eager` are the least seconds of pairs, `whole` is
+    an estimate where eager was always stopped. Only a `sure` verdict is stored."""
 
     sizes: Hashable = ()
     alike: bool = True
@@ -135,6 +136,7 @@ class Trial:
     lost: int = 0
     spent: float = 0.0
     cheapest: float = math.inf
+    around: float = 0.0
     forward: Pair | None = None
     plan: float = math.inf
     eager: float = math.inf
@@ -159,7 +161,7 @@ class Trial:
         self.whole = min(self.whole, pair.whole)
         cost = pair.cost / max(self.usual(), 1e-9)  # clocks may stand still
         self.spent, self.cheapest = self.spent + cost, min(self.cheapest, cost)
-        due = self.spent + self.cheapest
+        due = self.spent + self.around + max(self.cheapest, min(self.spent, STOPPED))
         self.next = max(self.calls + SHARE, math.ceil(SHARE * due) if due > AHEAD else 0)
         if pair.cold:
             return
@@ -255,14 +257,16 @@ turn = Turn()
 
 class Tally:
     """Seconds that the graphs run by this thread take: the plans, and eager at `least` and `about`, which is infinite if it was
-    never measured. Backwards are counted with their forwards."""
+    never measured. Backwards are counted with their forwards. `trials` are the graphs' own."""
 
     def __init__(self) -> None:
         self.plan = self.least = self.about = 0.0
+        self.trials = set[Trial]()
         self._thread = threading.get_ident()
 
     def add(self, trial: Trial) -> None:
         if self._thread == threading.get_ident():
+            self.trials.add(trial)
             known, tiny = trial.eager < math.inf, 2 if trial.eager < TINY else 1
             self.plan += trial.plan if known else 0.0
             self.least += trial.eager / tiny if known else 0.0

@@ -6,8 +6,9 @@ backward then comes after the last of these calls, so steps are compared by the 
 of 1, 2, 3, 4 and 6. The best round of each side counts: a pause (evaluation, a saved checkpoint) spoils a round, not the verdict.
 
 Eager's part ends early if it takes far longer than any compiled calls of the round did, so many in a row. The next round waits
-until what eager has taken longer is one in SHARE of all calls. One call of eager cannot be stopped, so before eager's part the
-figures of the call's own graphs (`compared.py`) tell what it will take: there is none if it cannot win, or cost too much so far.
+until what eager has taken longer, with what comparing the graphs alone took, is one in SHARE of all calls. One call of eager
+cannot be stopped, so before eager's part the figures of the call's own graphs (`compared.py`) tell what it will take: there is
+none if it cannot win, or cost too much so far.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import math
 from dataclasses import dataclass, field
 
 from fusewright.plan.execute.compared import SHARE, SLOWER, Tally, Verdict
+from fusewright.plan.execute.compared import Trial as GraphTrial
 
 FIRST = 27
 """The call that the first round begins with: after the first comparisons of single graphs, of which many save the round."""
@@ -42,7 +44,7 @@ EVEN = 1.08
 LESS = 0.8
 """There is no round if what is compiled takes so much of what eager takes for the graphs alone: few times are known of those."""
 
-AHEAD, ESTIMATED = 3.2, 1.25
+AHEAD, ESTIMATED = 3.2, 1.4
 """Calls that eager may take longer at once: less than the share of the first hundred. An estimate counts so many times."""
 
 UNKNOWN = 50.0
@@ -63,8 +65,8 @@ class Trial:
     is when the call or step began that is going on, and `first` and `latest` when one of a round did, with the number of the call.
     `best` are the figures of the best rounds, `won` counts those in which eager was faster, `alone` are the fastest calls, without
     what follows them. `worst` is eager's slowest round. `even` tells whether the steps of each round took about the same time, and
-    `longest` are the longest ones of a round, at least. `costs` are what eager took longer in each round, in compiled calls.
-    `tallies` are the graphs of the round's compiled calls."""
+    `longest` are the longest ones of a round, at least. `costs` are what eager took longer in each round, in compiled calls, and
+    `shadows` is what comparing the graphs alone took. `tallies` are the graphs of the round's compiled calls."""
 
     steps: bool = False
     verdict: Verdict | None = None
@@ -77,6 +79,7 @@ class Trial:
     latest: tuple[float, int] = (0.0, 0)
     times: list[float] = field(default_factory=list)
     costs: list[float] = field(default_factory=list)
+    shadows: float = 0.0
     best: dict[Verdict, float] = field(default_factory=dict)
     alone: dict[Verdict, float] = field(default_factory=dict)
     worst: float = 0.0
@@ -135,20 +138,29 @@ class Trial:
             self.best, self.verdict = {"plan": compiled, "eager": least}, "plan"
             self.drop()
             return
+        self.shadows = sum(t.spent * t.usual() for t in self._graphs()) / max(compiled, 1e-9)
         more = max(0.0, about - plan) / max(compiled, 1e-9) if about < math.inf else UNKNOWN  # of one call
         cost = ESTIMATED * more * (1 if 1 + more > COLD else 2 if 1 + more > STOPPED else self.length)
-        due = sum(self.costs) + max(self.costs, default=cost)
+        due = self._spent() + max(self.costs, default=cost)
         if due > max(AHEAD, self.calls / SHARE):
             self.drop()
             self.next = max(self.next, min(math.ceil(SHARE * due) - self.length, 2 * self.calls))  # more may be known until then
+
+    def _graphs(self) -> set[GraphTrial]:
+        """The comparisons of the round's graphs alone."""
+        return {g for t in self.tallies for g in t.trials}
+
+    def _spent(self) -> float:
+        """What all comparisons took longer so far, in compiled calls."""
+        return self.shadows + sum(self.costs)
 
     def _longest(self, count: int) -> float:
         """Seconds of so many compiled calls in a row, wherever in a step they begin."""
         return max(sum(self.times[k : k + count]) for k in range(self.length - count + 1))
 
     def _spends(self, eager: list[float]) -> bool:
-        """Whether eager's part costs more than it may, by chance or a wrong estimate."""
-        return self._cost(eager) > max(AHEAD, self.calls / SHARE) - sum(self.costs)
+        """Whether eager's part costs more than it may if one more call is as slow, by chance or a wrong estimate."""
+        return self._cost(eager) * (1 + 1 / len(eager)) > max(AHEAD, self.calls / SHARE) - self._spent()
 
     def _cost(self, eager: list[float]) -> float:
         """What eager's part took longer, in compiled calls of the round: on a busy machine, both sides take longer."""
@@ -168,9 +180,11 @@ class Trial:
         self.longest = {who: min(self.longest.get(who, math.inf), max(times)) for who, times in sides.items()}
         self.even = self.even and (not self.steps or max(map(_mean_to_median, sides.values())) <= EVEN)
         self.costs.append(self._cost(eager))
+        for graph in self._graphs():
+            graph.around += self.costs[-1]
         self.rounds += 1
         self.drop()
-        self.next = max(self.next, math.ceil(SHARE * (sum(self.costs) + max(self.costs))))
+        self.next = max(self.next, math.ceil(SHARE * (self._spent() + max(self.costs))))
         if self.rounds >= FEW_ROUNDS + math.isinf(self.best["eager"]) and plan < FASTER * self.best["eager"]:
             self.verdict = "plan"
         elif self.rounds > FEW_ROUNDS and self.even and self.worst < FASTER * plan and self._loses():
