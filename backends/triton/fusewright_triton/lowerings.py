@@ -27,3 +27,5 @@ for table in (LOWERINGS, CUDNN):
     table.add("softmax", dtypes=FLOATS, when=unfused.reason)(by_rows(unfused.ROWS))
 # In fp32 cuDNN's channels-last kernels round to TF32 where its others do not: 20 to 80 times eager's error on ViT and Swin.
 CUDNN.add("conv", dtypes=products.HALF, when=convolutions.reason)(by_rows(convolutions.ROWS))
+for table in (LOWERINGS, CUDNN):
+    table.add("conv", dtypes=FLOATS, dynamic=True, when=convolutions.bias_reason)(by_rows((convolutions.BIAS,)))

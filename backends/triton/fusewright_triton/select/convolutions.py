@@ -2,7 +2,8 @@
 
 A batch norm that no relu follows stays a loop kernel, which fuses more. A shortcut (convolution and batch norm
 whose only reader is the addition) gives its shift to the other branch, so that no pass over the image adds it.
-Convolutions of patches, whose stride equals their kernel size, become products.
+Convolutions of patches, whose stride equals their kernel size, become products. Torch adds a bias in a pass of its own behind the
+library's call, so kernels that read the result add it instead, in training too.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from typing import Any
 
 import torch
 
+from fusewright import ops
 from fusewright.interface import OpView, Value
+from fusewright.ops.core import Kind
 from fusewright.plan.ir import Ref
 from fusewright.toolkit.region.builder import channels_last_strides
 from fusewright.toolkit.region.graph import Claim, spec_of
@@ -36,12 +39,40 @@ def reason(op: OpView) -> str | None:
     return "mixed dtypes" if x.dtype != w.dtype else None
 
 
+def bias_reason(op: OpView) -> str | None:
+    """Return why a convolution of any rank and layout keeps its bias."""
+    x, w, bias = (spec_of(op.arg(n)) if op.arg(n) is not None else None for n in ("input", "weight", "bias"))
+    assert x is not None and w is not None
+    if bias is None:
+        return "no bias"
+    if 0 in spec_of(op.out).shape or not isinstance(x.shape[1], int):
+        return "empty, or channels of symbolic number"
+    if op.arg("groups") == x.shape[1] > 1:
+        return "torch's own kernels of depthwise convolutions add the bias"
+    return None if x.dtype == w.dtype == bias.dtype else "mixed dtypes"
+
+
 def _constant(m: Match, c: Calls) -> bool:
     return c.is_const(m.anchor.arg("weight"), m.anchor.arg("bias"))
 
 
 def _cuts(m: Match, c: Calls) -> bool:
     return _constant(m, c) and _patches(m.anchor)
+
+
+def _kernels_read(value: Value, c: Calls) -> bool:
+    """Return whether a loop kernel may read a value, or a view of it."""
+    for user in c.graph.users(value):
+        kind = ops.OPS[user.op].kind if user.op in ops.OPS else Kind.CONTRACTION
+        if kind is Kind.VIEW and any(_kernels_read(v, c) for v in user.outs):
+            return True
+        if kind not in (Kind.VIEW, Kind.CONTRACTION) and user.op != "sdpa":
+            return True
+    return False
+
+
+def _bias_apart(m: Match, c: Calls) -> bool:
+    return bias_reason(m.anchor) is None and _kernels_read(m.out, c)
 
 
 def _whole(m: Match, c: Calls) -> bool:
@@ -105,8 +136,11 @@ def _write(m: Match, c: Calls) -> None:
     library = partial(b.library, out=m.out, stride=stride, op=op)
     if m.get("relu") is None:
         weight = _folded(m, c)[0] if m.get("norm") is not None else _packed(b.exact(op.arg("weight")), c)
-        bias = None if m.get("unshifted") else c.exact(op.arg("bias"))
-        library("aten::convolution.default", x, weight, bias, *geometry, False, (0, 0), groups)
+        bias = None if m.get("unshifted") else op.arg("bias")
+        if bias is not None and spec_of(bias).dtype == spec_of(op.arg("weight")).dtype and _kernels_read(m.out, c):
+            _add_bias(op, (x, weight, None, *geometry, False, (0, 0), groups), stride, c)
+        else:
+            library("aten::convolution.default", x, weight, c.exact(bias), *geometry, False, (0, 0), groups)
         return
     weight, bias = _folded(m, c)
     if m.get("shortcut") is not None:
@@ -119,6 +153,23 @@ def _write(m: Match, c: Calls) -> None:
         library("aten::cudnn_convolution_relu.default", x, weight, bias, *geometry, groups)
     else:
         library("aten::cudnn_convolution_add_relu.default", x, weight, other, 1.0, bias, *geometry, groups)
+
+
+def _alone(m: Match, c: Calls) -> None:
+    """Emit torch's own call without its bias, which a kernel adds."""
+    op = m.anchor
+    rest = (op.arg(n) for n in ("stride", "padding", "dilation", "transposed", "output_padding", "groups"))
+    _add_bias(op, (c.exact(op.arg("input")), c.exact(op.arg("weight")), None, *rest), None, c)
+
+
+def _add_bias(op: OpView, args: tuple[Any, ...], stride: Sequence[int] | None, c: Calls) -> None:
+    """Emit a convolution without bias, and the bias as an op for the fuser."""
+    b, bias, out = c.b, op.arg("bias"), spec_of(op.out)
+    made = c.ctx.value(out if stride is None else replace(out, stride=tuple(stride)))
+    b.call("aten::convolution.default", *args, out=made, op=op)
+    b.replace(op, made)
+    column = b.append_op("view", bias, (*spec_of(bias).shape, *[1] * (out.rank - 2)))
+    b.append_op("add", made, column, out=b.with_layout(op.out, stride))
 
 
 def _unfused(c: Calls, args: tuple[Any, ...], other: Ref | None, library: Callable[..., None]) -> None:
@@ -217,6 +268,9 @@ def _product(m: Match, c: Calls) -> None:
 
 _NORM = maybe("batch_norm", _normed, "norm", rule="triton.conv.batch_norm")
 
+BIAS = Row("triton.conv.bias", chain("conv"), when=_bias_apart, write=_alone, note="convolution, bias in a kernel")
+"""Of any layout and dtype."""
+
 ROWS = (
     Row("triton.conv.patches", chain("conv"), when=_cuts, write=_product, note="convolution of patches as a product"),
     Row(
@@ -225,5 +279,6 @@ ROWS = (
     ),
     Row("triton.conv.relu", chain("conv", _NORM, one("relu", capture="relu")), when=_whole, write=_write, note=_note),
     Row("triton.conv.alone", chain("conv"), when=_constant, write=_write, note=_note),
+    BIAS,
 )  # fmt: skip
 """Rows of convolutions, in matching order: those that `cudnn_convolution_relu` and its like take come first."""

@@ -74,6 +74,7 @@ class Builder:
         self._constants: dict[Any, Ref] = {}
         self._moved: dict[int, Value] = {}  # id in the graph -> the value with other strides that replaces it
         self._restored: set[int] = set()
+        self._replaced: set[int] = set()  # ops of calls that are closed
         self._shared: dict[Any, Value] = {}
         self._copies: dict[int, Value] = {}  # id in the graph -> its copy with other strides for the call being written
 
@@ -186,7 +187,8 @@ class Builder:
                 self.leave(op)
             elif claim.at is op:
                 claim.write(context)
-                self.close_call(claim.ops)
+                if op.id not in self._replaced:
+                    self.close_call(claim.ops)
                 self.notes.update(dict.fromkeys((o.id for o in claim.ops), claim.note))
 
     def replace(self, op: OpView, *made: Value) -> None:
@@ -195,6 +197,7 @@ class Builder:
         instructions, self._instructions = tuple(self._instructions), []
         self.calls.append(LibraryCall((op.id,), instructions))
         self.ops.append(replace(self.resolved(op), outs=made))
+        self._replaced.add(op.id)
         self._copies.clear()
 
     def append_op(self, name: str, *args: Any, out: Value | None = None) -> Value:

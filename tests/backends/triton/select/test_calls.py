@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="triton is not installed; pip install './ba
 
 import torch
 
-from fusewright.interface import Device, Fragment, OpView, Value
+from fusewright.interface import Device, Fragment, OpView, Phase, Value
 from fusewright.plan.ir import Call, Launch, Ref
 from fusewright.toolkit.backend.library import LoweringTable
 from fusewright.toolkit.fuse.call import LibraryCall
@@ -208,6 +208,34 @@ def test_what_stays_torchs_own_convolution(shape: tuple[int, ...], transposed: b
     g.op("conv", g.tensor(*shape), g.weight(8, 8, *(3,) * spatial), None, ones, ones, ones, transposed, zeros, 1)
     found = convolutions.reason(g.ops[-1])
     assert found is not None and reason in found
+
+
+@pytest.mark.parametrize("phase", ["infer", "forward"])
+@pytest.mark.parametrize("dtype", [BF16, F32])
+@pytest.mark.parametrize("cls", [NvidiaTriton, RocmTriton])
+def test_a_kernel_behind_a_convolution_adds_its_bias(phase: Phase, dtype: torch.dtype, cls: type[TritonBackend]) -> None:
+    """Torch would add it in a pass of its own."""
+    device = REAL if cls is NvidiaTriton else Device("cpu", "gfx942")
+    for transposed in (False, True):
+        g = Net(dtype)
+        g.phase = phase
+        ones = (1, 1)
+        x = g.op("conv", g.tensor(2, 8, 7, 7), g.weight(8, 8, 3, 3), g.weight(8), ones, ones, ones, transposed, (0, 0), 1)
+        y = g.op("gelu", g.op("permute", x, (0, 2, 3, 1)))
+        fragment = lowered(g, [y], device=device, cls=cls)
+        (call,) = [c for c in text(fragment, prepare=False) if "convolution" in c]
+        (launch,) = [i for i in fragment.instructions if isinstance(i, Launch)]
+        assert "None" in call and len(launch.inputs) == 2, "the convolution's result and the bias"
+        check(g, [y])
+
+
+def test_other_convolutions_keep_their_bias() -> None:
+    """Nothing is gained in front of a library's call, where a depthwise kernel adds it, or where a row of cuDNN's does."""
+    g = Net(F32)
+    between = g.conv(g.conv(g.tensor(2, 8, 7, 7), 8, 8, bias=True), 8, 8)
+    depthwise = g.relu(g.conv(g.tensor(2, 8, 7, 7), 8, 8, bias=True, groups=8))
+    calls = [c for c in text(lowered(g, [between, depthwise])) if "convolution" in c]
+    assert ["None" in c for c in calls] == [False, True, False]
 
 
 # ---------------------------------------------------------------- calls in a region
