@@ -1,17 +1,19 @@
 """Calls that torch traces although eager may refuse them: numbers outside a dtype's range, dims that a tensor does not have,
-indices of a dtype that the operator does not take. FakeTensor accepts them, and a kernel would wrap or saturate.
+operands of several dtypes, indices of a dtype that the operator does not take. FakeTensor accepts them, and a kernel would wrap
+or saturate.
 
-Eager itself is asked, with tensors of two elements per dim (with one element it may skip the check), so no list of operators
-and their checks is needed. What eager allows is left to kernels. What it refuses stays as traced, and raises when called, as in
-eager.
+Eager itself is asked, with tensors of two elements per dim (with one element it may skip the check) where it takes such sizes, so
+no list of operators and their checks is needed. What eager allows is left to kernels. What it refuses stays as traced, and raises
+when called, as in eager.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -40,7 +42,8 @@ def refusal(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result:
     """Why eager refuses this call of an overload, or None. Tensors are fake; `result` is the traced one."""
     given = bind(params_of(target), args, kwargs)
     doubtful = _doubtful(target, given, result)
-    if not doubtful and not _of_bools(target, given):
+    mixed = not doubtful and _mixed(target, given)
+    if not doubtful and not mixed and not _of_bools(target, given):
         return None
     key = (target, doubtful, _described(tuple(given.values())))
     if key not in _answers:
@@ -48,7 +51,7 @@ def refusal(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result:
             _answers.clear()
         large = "size" not in given and any(_elements(t) > MOST_ELEMENTS for t in tensors(result))
         asked = not large or any(True for v in given.values() for _ in tensors(v))
-        ask = _asked if doubtful else _asked_of_bools
+        ask = _asked if doubtful else _asked_of_mixed if mixed else _asked_of_bools
         _answers[key] = ask(target, given) if asked else UNASKED if doubtful else None
     return _answers[key]
 
@@ -92,6 +95,12 @@ def _operands(target: Any, given: Mapping[str, Any]) -> list[torch.Tensor]:
 def _of_bools(target: Any, given: Mapping[str, Any]) -> bool:
     """Whether an operand is of bools, which not all of eager's kernels take."""
     return any(t.dtype == torch.bool for t in _operands(target, given))
+
+
+def _mixed(target: Any, given: Mapping[str, Any]) -> bool:
+    """Whether operands on the host differ in dtype and the operator, unlike pointwise ones, may not promote them."""
+    operands = [] if torch.Tag.pointwise in target.tags else _operands(target, given)
+    return len({t.dtype for t in operands}) > 1 and all(t.device.type == HOST for t in operands)
 
 
 def _each(value: Any) -> Iterable[Any]:
@@ -138,13 +147,21 @@ def _limits(dtype: torch.dtype) -> tuple[Any, ...]:
 # ---- asking ----
 
 
-def _asked(target: Any, given: Mapping[str, Any]) -> str | None:
+Sizing: TypeAlias = Callable[[torch.Tensor], Sequence[int]]
+"""The shape of the stand-in for a tensor."""
+
+
+def _two_each(t: torch.Tensor) -> Sequence[int]:
+    return (2,) * t.dim()
+
+
+def _asked(target: Any, given: Mapping[str, Any], sizing: Sizing = _two_each) -> str | None:
     """Eager's error for the call with small tensors in place of the given ones; None if it accepts."""
     with torch.no_grad(), compat.real_tensors():
         try:
-            if _largest(target, given) > MOST_ASKED:
+            if _largest(target, given, sizing) > MOST_ASKED:
                 return UNASKED
-            _call(target, given, HOST)
+            _call(target, given, HOST, sizing)
         except Exception as e:  # of any kind: eager will raise it
             return f"eager refuses this call: {' '.join(str(e).split())[:120]}"
     return None
@@ -155,27 +172,58 @@ def _asked_of_bools(target: Any, given: Mapping[str, Any]) -> str | None:
     why = _asked(target, given)
     if why is None:
         return None
-    integers = {t: torch.empty_like(t, dtype=torch.uint8) for t in _operands(target, given) if t.dtype == torch.bool}
+    return why if _asked(target, _swapped(target, given, torch.uint8, (torch.bool,))) is None else None
+
+
+def _asked_of_mixed(target: Any, given: Mapping[str, Any]) -> str | None:
+    """Eager's error for operands of several dtypes. One dtype shows whether stand-ins of some sizes can be asked about: a norm's
+    weight, say, has the sizes that another argument names."""
+    dtypes = [t.dtype for t in _operands(target, given)]
+    wide = next((d for d in dtypes if d.is_floating_point or d.is_complex), dtypes[0])
+    alike = _swapped(target, given, wide, dtypes)
+    for sizing in (_two_each, _shared_sizes(target, given), _traced_sizes):
+        if sum(math.prod(sizing(t)) for t in _operands(target, given)) > MOST_ASKED:
+            continue
+        why = _asked(target, given, sizing)
+        if why is None or _asked(target, alike, sizing) is None:
+            return why
+    return None
+
+
+def _traced_sizes(t: torch.Tensor) -> Sequence[int]:
+    return [compat.traced_size(n) or 2 for n in t.shape]
+
+
+def _shared_sizes(target: Any, given: Mapping[str, Any]) -> Sizing:
+    """Sizes of one operand alone, which no argument names, are small: those of batches."""
+    named = Counter(n for t in _operands(target, given) for n in set(_traced_sizes(t)))
+    named.update(2 * [x for v in given.values() for x in _each(v) if isinstance(x, int)])
+    return lambda t: [n if named[n] > 1 else 2 for n in _traced_sizes(t)]
+
+
+def _swapped(target: Any, given: Mapping[str, Any], to: torch.dtype, dtypes: Sequence[torch.dtype]) -> Mapping[str, Any]:
+    """The arguments with the operands of these dtypes in another."""
+    others = {t: torch.empty_like(t, dtype=to) for t in _operands(target, given) if t.dtype in dtypes}
 
     def swap(value: Any) -> Any:
         if isinstance(value, tuple | list):
             return [swap(v) for v in value]
-        return integers.get(value, value) if isinstance(value, torch.Tensor) else value
+        return others.get(value, value) if isinstance(value, torch.Tensor) else value
 
-    return why if _asked(target, {name: swap(v) for name, v in given.items()}) is None else None
+    return {name: swap(v) for name, v in given.items()}
 
 
-def _largest(target: Any, given: Mapping[str, Any]) -> int:
+def _largest(target: Any, given: Mapping[str, Any], sizing: Sizing) -> int:
     """How many elements the call would make, given that size arguments are kept."""
     try:
-        return max((t.numel() for t in tensors(_call(target, given, "meta"))), default=0)
+        return max((t.numel() for t in tensors(_call(target, given, "meta", sizing))), default=0)
     except NotImplementedError:  # an operator without a meta kernel
         return max((abs(x) for v in given.values() for x in _each(v) if isinstance(x, int)), default=0)
 
 
-def _call(target: Any, given: Mapping[str, Any], device: str) -> Any:
+def _call(target: Any, given: Mapping[str, Any], device: str, sizing: Sizing) -> Any:
     named, numbers = _parts(target)[2], _scalars(target)
-    made = {name: _stand_in(name, v, ANY_NUMBER if name in numbers else 2, device) for name, v in given.items()}
+    made = {name: _stand_in(name, v, ANY_NUMBER if name in numbers else 2, device, sizing) for name, v in given.items()}
     return target(*(v for n, v in made.items() if n not in named), **{n: v for n, v in made.items() if n in named})
 
 
@@ -185,23 +233,25 @@ def _scalars(target: Any) -> frozenset[str]:
     return frozenset(a.name for a in target._schema.arguments if "number" in str(a.type))
 
 
-def _stand_in(name: str, value: Any, symbol: int, device: str) -> Any:
+def _stand_in(name: str, value: Any, symbol: int, device: str, sizing: Sizing) -> Any:
     if isinstance(value, torch.Tensor):
-        return _small(name, value).to(device)
+        return _small(name, value, sizing).to(device)
     if isinstance(value, tuple | list):
-        return [2 if name == "size" else _stand_in(name, v, symbol, device) for v in value]
+        return [2 if name == "size" else _stand_in(name, v, symbol, device, sizing) for v in value]
+    if isinstance(value, torch.SymInt) and sizing is not _two_each:
+        return compat.traced_size(value) or 2
     if isinstance(value, torch.SymInt | torch.SymFloat):
         return symbol if isinstance(value, torch.SymInt) else float(symbol)
     return torch.device(device) if isinstance(value, torch.device) else value
 
 
-def _small(name: str, t: torch.Tensor) -> torch.Tensor:
+def _small(name: str, t: torch.Tensor, sizing: Sizing) -> torch.Tensor:
     """Make a small stand-in for a tensor. A 0-dim tensor may have any value, so it gets the maximum; an index must be valid."""
     value: Any = 0 if name in INDICES else 1
     if not t.dim() and name not in (*INDICES, *MASKS, "self"):
         value = (*_limits(t.dtype), 1)[1]
     with compat.real_tensors():
-        return torch.full((2,) * t.dim(), value, dtype=t.dtype)
+        return torch.full(tuple(sizing(t)), value, dtype=t.dtype)
 
 
 def _described(value: Any) -> Any:

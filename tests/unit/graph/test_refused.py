@@ -22,6 +22,10 @@ def fake(dtype: torch.dtype, *shape: int) -> torch.Tensor:
 HALF, INT8, BOOL = fake(torch.float16, 3, 4), fake(torch.int8, 3, 4), fake(torch.bool, 3, 4)
 F32, NUMBER = fake(torch.float32, 3, 4), fake(torch.float32)
 
+IMAGE, BF16 = fake(torch.float32, 3, 4, 5, 5), fake(torch.bfloat16, 3, 4)
+HALF_ROW, ROW_PLACES = fake(torch.float16, 4), fake(torch.int64, 3)
+LONG = compat.fake_mode().from_tensor(torch.zeros(1, 1, 4).expand(4096, 512, 4))
+
 REFUSED: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "too large for half": (aten.masked_fill.Scalar, (HALF, BOOL, -1e9)),
     "too large for int8": (aten.masked_fill.Scalar, (INT8, BOOL, 1000)),
@@ -31,9 +35,18 @@ REFUSED: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "the largest of bools": (aten.argmax.default, (BOOL, 1)),
     "bools rounded": (aten.floor.default, (BOOL,)),
     "a bool from a half": (aten.rsub.Scalar, (HALF, True)),
+    "a layer norm's weight of another dtype": (aten.native_layer_norm.default, (F32, [4], HALF_ROW, HALF_ROW, 1e-5)),
+    "one behind many rows": (aten.native_layer_norm.default, (LONG, [4], HALF_ROW, HALF_ROW, 1e-5)),
+    "a group norm's": (aten.native_group_norm.default, (IMAGE, HALF_ROW, HALF_ROW, 3, 4, 25, 2, 1e-5)),
+    "a batch norm's": (aten.native_batch_norm.default, (IMAGE, HALF_ROW, HALF_ROW, None, None, True, 0.1, 1e-5)),
+    "a loss's": (aten.nll_loss_forward.default, (F32, ROW_PLACES, HALF_ROW, 1, -100)),
+    "a written half among floats": (aten.index_put.default, (F32, [ROW_PLACES], HALF)),
+    "an added one": (aten.index_add.default, (F32, 0, ROW_PLACES, HALF)),
 }
 ALLOWED: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "a sum of bools": (aten.sum.default, (BOOL,)),
+    "a half beside a float": (aten.cat.default, ([HALF, F32],)),
+    "a layer norm of bf16 with a weight of fp32": (aten.native_layer_norm.default, (BF16, [4], fake(torch.float32, 4), None, 1e-5)),
     "a half and a float": (aten.add.Tensor, (HALF, F32)),
     "a view whose stand-in has other sizes": (aten.view.default, (BOOL, [12])),
     "infinity": (aten.masked_fill.Scalar, (HALF, BOOL, float("-inf"))),

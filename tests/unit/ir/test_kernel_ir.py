@@ -77,6 +77,18 @@ def test_a_reshape_splits_the_axis_that_it_divides() -> None:
     assert not any(n.index.divmods for n in k.nodes() if n.index)
 
 
+def test_an_axis_that_a_division_counts_down_is_not_split() -> None:
+    b = Builder("reversed", p=[12])
+    x, y = b.input("x", "f32"), b.output("y", "f32")
+    (i,) = b.axes
+    b.store(y, i, b.load(x, (12 - i) // 2))
+    k = b.build()
+    assert k.p == (12,)
+    out = torch.empty(12)
+    interpret(k, [torch.arange(8.0), out])
+    assert out.tolist() == [(12 - i) // 2 for i in range(12)]
+
+
 def test_symbolic_sizes_merge_too() -> None:
     b = Builder("add", p=[symbol("s"), 8], symbols={"s": 100})
     x, y = b.input("x", "f32"), b.output("y", "f32")

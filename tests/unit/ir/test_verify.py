@@ -67,6 +67,7 @@ def access(kernel: Kernel, k: int, how: Any) -> Kernel:
 
 MUTATIONS: dict[str, tuple[str, Callable[[], Kernel]]] = {
     "a size of no symbol": ("parameters", lambda: replace(gathered(), hints=())),
+    "an axis of a negative size": ("parameters", lambda: replace(gathered(), p=(-2, *gathered().p[1:]))),
     "a scalar of a half type": ("parameters", lambda: replace(gathered(), scalars=(Scalar("factor", "bf16"),))),
     "a first stage left out": ("defined", lambda: replace(softmax(), stages=softmax().stages[1:])),
     "stages the other way round": ("defined", lambda: replace(softmax(), stages=softmax().stages[::-1])),

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from fusewright.toolkit.ir.extent import Extent, divide
+from fusewright.toolkit.ir.extent import Extent, divide, nonnegative
 from fusewright.toolkit.ir.index import Index, IndexTooComplex, axis_index
 from fusewright.toolkit.ir.ir import Kernel, Node
 from fusewright.toolkit.ir.verify import kernel_pass
@@ -61,13 +61,16 @@ def _rewrite(kernel: Kernel, p: list[Extent], r: list[Extent], axes: list[Index]
 
 
 def _find_split(kernel: Kernel) -> tuple[int, Extent] | None:
-    """Find an axis in some division and the factor to split it at. The row of a scan stays one axis."""
+    """Find an axis in some division and the factor to split it at. The row of a scan stays one axis, and so does one that is
+    counted down: its quotient still depends on both parts."""
     scans = any(n.op == "scan" for n in kernel.nodes())
     for index in _indices(kernel):
         for d in index.divmods:
             if len(d.coefs) != 1 or d.offset != 0:
                 continue
             axis, coef = d.coefs[0]
+            if not nonnegative(coef):
+                continue
             for cut in (d.div, None if d.mod is None else d.div * d.mod):
                 inner = divide(cut, coef) if cut is not None else None
                 outer = None if inner is None else divide(kernel.sizes[axis], inner)

@@ -74,6 +74,8 @@ def _parameters(f: Facts) -> Iterator[str]:
     k = f.kernel
     if unknown := set(used_symbols(k)) - set(k.symbols):
         yield f"unknown size symbols {', '.join(sorted(map(str, unknown)))}"
+    if any(isinstance(s, int) and s < 0 for s in k.sizes):
+        yield f"axes of sizes {', '.join(map(str, k.sizes))}"
     for s in k.scalars:
         if s.dtype not in ("f32", "f64", "i64", "bool"):
             yield f"scalar {s.name} of type {s.dtype}"
