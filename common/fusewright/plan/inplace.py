@@ -11,7 +11,7 @@ all-reduce overwrites its operand where nobody reads that later.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
@@ -31,38 +31,91 @@ def updated_in_place(plan: Plan) -> Plan:
 
     Inputs of a graph share no memory if one of them is written: AOTAutograd ensures it.
     """
-    roots, uses = roots_of(plan.instructions), _Uses()
+    roots = roots_of(plan.instructions)
     seen = {root for r in plan.outputs if isinstance(r, Ref) for root in roots.get(r.id, {r.id})}
     given = {i for i in plan.inputs if i in plan.specs and not plan.specs[i].const} - seen
-    found = plan.instructions
+    found = _Instructions(plan.instructions, roots)
+    changed = False
     for c in plan.instructions:
         pair = _copied(c)
         if pair is None or pair[0] not in given or pair[1] in seen or not _alike(plan.specs, *pair):
             continue
-        if _touched(found, roots, uses, *pair) == 1:
-            found = _scattered(found, c, *pair, plan.kernels, uses) or _computed(found, c, *pair, uses) or found
-    return plan if found is plan.instructions else replace(plan, instructions=found)
+        if found.touch(*pair) == 1:
+            changed |= _scattered(found, c, *pair, plan.kernels) or _computed(found, c, *pair)
+    return replace(plan, instructions=found.in_order()) if changed else plan
 
 
-class _Uses:
-    """What each instruction reads and which arguments it writes, found once: a training step has hundreds of copies, and each looks
-    at all instructions."""
+class _Instructions:
+    """Instructions in order, and who makes, reads and writes each value, kept up to date by every edit: a step of an optimizer has
+    thousands of copies, and each asks."""
 
-    def __init__(self) -> None:
-        self._found: dict[int, tuple[Instruction, frozenset[int], frozenset[int]]] = {}
+    def __init__(self, given: Sequence[Instruction], roots: Mapping[int, set[int]]) -> None:
+        self._roots = roots
+        self._order: list[Instruction | None] = list(given)  # None where one was dropped
+        self._at = {id(i): k for k, i in enumerate(given)}  # an id is unique while its object lives
+        self._makers: dict[int, Instruction] = {}
+        self._readers: dict[int, dict[int, Instruction]] = {}
+        self._writers: dict[int, dict[int, Instruction]] = {}
+        for i in given:
+            self._add(i)
 
-    def _of(self, i: Instruction) -> tuple[Instruction, frozenset[int], frozenset[int]]:
-        if id(i) not in self._found:  # an id is unique while its object lives
-            written = frozenset(written_by(i)) if isinstance(i, Call) else frozenset()
-            self._found[id(i)] = i, frozenset(reads(i)), written
-        return self._found[id(i)]
+    def in_order(self) -> list[Instruction]:
+        return [i for i in self._order if i is not None]
 
-    def reads(self, i: Instruction) -> frozenset[int]:
-        return self._of(i)[1]
+    def launch(self, made: int) -> Launch | None:
+        """The launch that makes a value, if one does."""
+        maker = self._makers.get(made)
+        return maker if isinstance(maker, Launch) else None
 
-    def writes(self, i: Instruction) -> frozenset[int]:
-        """Arguments that a call writes; a launch has `updates`."""
-        return self._of(i)[2]
+    def readers(self, value: int) -> Collection[Instruction]:
+        return self._readers.get(value, {}).values()
+
+    def position(self, i: Instruction) -> int:
+        return self._at[id(i)]
+
+    def between(self, first: int, last: int) -> Iterator[Instruction]:
+        """The instructions behind position `first`, up to `last`."""
+        return (i for i in self._order[first + 1 : last + 1] if i is not None)
+
+    def touch(self, x: int, new: int) -> int:
+        """Count the instructions that write `x` or `new`, or are calls that read `x` (and might make a view of it)."""
+        calls = [k for k, i in self._readers.get(x, {}).items() if not isinstance(i, Launch)]
+        launches = [k for k, i in self._writers.get(x, {}).items() if isinstance(i, Launch)]
+        return len({*calls, *launches, *self._writers.get(new, ())})
+
+    def put(self, new: Instruction, old: Instruction) -> None:
+        """Put `new` in the place of `old`."""
+        at = self._at[id(old)]
+        self.drop(old)
+        self._order[at], self._at[id(new)] = new, at
+        self._add(new)
+
+    def drop(self, old: Instruction) -> None:
+        self._order[self._at.pop(id(old))] = None
+        for value in old.outs:
+            self._makers.pop(value, None)
+        for kind, values in ((self._readers, reads(old)), (self._writers, self._written(old))):
+            for value in values:
+                kind[value].pop(id(old), None)
+
+    def move(self, i: Instruction, last: int) -> None:
+        """Move an instruction behind the one at position `last`, which follows it."""
+        first = self._at[id(i)]
+        self._order[first : last + 1] = [*self._order[first + 1 : last + 1], i]
+        self._at.update((id(moved), k) for k in range(first, last + 1) if (moved := self._order[k]) is not None)
+
+    def _add(self, i: Instruction) -> None:
+        for value in i.outs:
+            self._makers.setdefault(value, i)
+        for kind, values in ((self._readers, reads(i)), (self._writers, self._written(i))):
+            for value in values:
+                kind.setdefault(value, {})[id(i)] = i
+
+    def _written(self, i: Instruction) -> Iterable[int]:
+        """What an instruction writes: a launch its inputs, a call the memory of its arguments."""
+        if isinstance(i, Launch):
+            return [i.inputs[k].id for _, k in i.updates]
+        return {root for r in written_by(i) for root in self._roots.get(r, {r})} if isinstance(i, Call) else ()
 
 
 def without_spare_copies(plan: Plan) -> Plan:
@@ -180,39 +233,28 @@ def _alike(specs: Mapping[int, TensorSpec], x: int, new: int) -> bool:
     return True
 
 
-def _touched(instructions: Sequence[Instruction], roots: Mapping[int, set[int]], uses: _Uses, x: int, new: int) -> int:
-    """Count the instructions that write `x` or `new`, or are calls that read `x` (and might make a view of it)."""
-    count = 0
-    for i in instructions:
-        if isinstance(i, Launch):
-            count += any(i.inputs[k].id in (x, new) for _, k in i.updates)
-        else:
-            count += x in uses.reads(i) or any(new in roots.get(r, {r}) for r in uses.writes(i))
-    return count
-
-
-def _scattered(
-    instructions: list[Instruction], copy: Instruction, x: int, new: int, kernels: Mapping[str, Any], uses: _Uses
-) -> list[Instruction] | None:
+def _scattered(found: _Instructions, copy: Instruction, x: int, new: int, kernels: Mapping[str, Any]) -> bool:
     """If a scatter starts from a copy of `x`, make it start from `x` and drop the copy."""
-    update = next((i for i in instructions if isinstance(i, Launch) and new in i.outs), None)
+    update = found.launch(new)
     if update is None:
-        return None
+        return False
     out = update.outs.index(new)
     position = next((k for o, k in update.updates if o == out), None)
     if position is None or Ref(x) in update.inputs:
-        return None
+        return False
     begun = update.inputs[position].id
-    start = next((i for i in instructions if begun in i.outs), None)
-    if not isinstance(start, Launch) or start.outs != (begun,) or start.inputs != (Ref(x),):
-        return None
-    if not copies(kernels[start.kernel]) or sum(begun in uses.reads(i) for i in instructions) != 1:
-        return None
-    at = instructions.index(update)
-    if any(x in uses.reads(i) for i in instructions[at:] if i is not copy):
-        return None
+    start = found.launch(begun)
+    if start is None or start.outs != (begun,) or start.inputs != (Ref(x),):
+        return False
+    if not copies(kernels[start.kernel]) or len(found.readers(begun)) != 1:
+        return False
+    at = found.position(update)
+    if any(found.position(i) >= at for i in found.readers(x) if i is not copy):
+        return False
     given = tuple(Ref(x) if k == position else r for k, r in enumerate(update.inputs))
-    return [replace(update, inputs=given) if i is update else i for i in instructions if i is not start]
+    found.put(replace(update, inputs=given), update)
+    found.drop(start)
+    return True
 
 
 def copies(kernel: Any) -> bool:
@@ -227,26 +269,24 @@ def copies(kernel: Any) -> bool:
     return plain and types[0] == types[1] and load.index == store.index
 
 
-def _computed(
-    instructions: list[Instruction], copy: Instruction, x: int, new: int, uses: _Uses
-) -> list[Instruction] | None:
+def _computed(found: _Instructions, copy: Instruction, x: int, new: int) -> bool:
     """If a kernel computes each element of `new` from the same element of `x`, make it overwrite `x`, after all other readers."""
-    launch = next((i for i in instructions if isinstance(i, Launch) and new in i.outs), None)
+    launch = found.launch(new)
     if launch is None or launch.inputs.count(Ref(x)) != 1:
-        return None
+        return False
     pair = (launch.outs.index(new), launch.inputs.index(Ref(x)))
     if pair not in launch.inplace or any(pair[0] == o or pair[1] == k for o, k in launch.updates):
-        return None
-    at = instructions.index(launch)
-    after = [k for k, i in enumerate(instructions) if k > at and i is not copy and x in uses.reads(i)]
+        return False
+    at = found.position(launch)
+    last = max([found.position(i) for i in found.readers(x) if i is not copy])
+    if last > at and any(_hinders(i, launch) for i in found.between(at, last)):
+        return False
     rest = tuple(p for p in launch.inplace if p[0] != pair[0] and p[1] != pair[1])
     changed = replace(launch, inplace=rest, updates=(*launch.updates, pair))
-    if not after:
-        return [changed if i is launch else i for i in instructions]
-    between = instructions[at + 1 : after[-1] + 1]
-    if any(_hinders(i, launch) for i in between):
-        return None
-    return [*instructions[:at], *between, changed, *instructions[after[-1] + 1 :]]
+    found.put(changed, launch)
+    if last > at:
+        found.move(changed, last)
+    return True
 
 
 def _hinders(i: Instruction, launch: Launch) -> bool:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
 from fusewright.interface import Device, DevicePolicy, Splits, Value
 from fusewright.plan.ir import Call, Launch, Ref
-from fusewright.toolkit.fuse import fuser
-from fusewright.toolkit.fuse.build import Built
+from fusewright.sizes.expr import Atom
+from fusewright.toolkit.fuse import fuser, group
+from fusewright.toolkit.fuse.build import Built, size_hints
 from fusewright.toolkit.fuse.fuser import fuse
 from fusewright.toolkit.fuse.group import Group
 from fusewright.toolkit.fuse.signature import KernelMemo
@@ -382,3 +385,29 @@ def test_an_op_of_several_results_that_is_no_kernel_is_eagers(monkeypatch: pytes
     fragment, got = run_sketch(g, [*g.ops[-1].outs], LOADERS["interpreter"])
     assert kernel_count(fragment) == 0
     torch.testing.assert_close(got, g.expected([*g.ops[-1].outs]))
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_an_op_that_joins_a_group_of_symbolic_sizes_does_not_look_at_all_of_its_sizes() -> None:
+    """Groups grow op by op, and a loop over time steps makes groups of hundreds."""
+
+    def work_of(steps: int) -> int:
+        def chain(x: torch.Tensor) -> torch.Tensor:
+            for k in range(steps):
+                x = torch.sin(x) * k
+            return x
+
+        torch.compiler.reset()
+        events = 0
+
+        def counted(values: Sequence[Value]) -> dict[Atom, int]:
+            nonlocal events
+            events += len(values)
+            return size_hints(values)
+
+        with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+            patch.setattr(group, "size_hints", counted)
+            torch.compile(chain, backend="x86_onednn", dynamic=True, options={"cache": False})(torch.randn(5, 6))
+        return events
+
+    assert work_of(32) <= 2 * work_of(16)

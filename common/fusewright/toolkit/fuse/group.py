@@ -373,14 +373,16 @@ def replaces(unit: Unit) -> bool:
 
 def in_parts(units: Iterable[Unit], domain: Domain, splits: Splits) -> bool:
     """Whether units reduce rows so long and so few that their kernel runs in two steps (see `transform.split`)."""
+    rules = [u.rule for u in units if isinstance(u.rule, Row)]
+    if not rules:  # asked for each op that may join a group: without looking at all of the group's sizes
+        return False
     row = product(tuple(domain.shape[d] for d in domain.dims))
     points = product(tuple(s for d, s in enumerate(domain.shape) if d not in domain.dims))
     known = isinstance(row, int) and isinstance(points, int)
     hints = {} if known else size_hints([v for u in units for v in (*u.op.inputs(), *u.op.outs)])
     if size_hint(row, hints) < splits.long_row or size_hint(points, hints) > splits.few_points:
         return False
-    rules = [u.rule for u in units if isinstance(u.rule, Row)]
-    return bool(rules) and all(level == "row" for rule in rules for level in rule.levels)
+    return all(level == "row" for rule in rules for level in rule.levels)
 
 
 def in_passes(unit: Unit, domain: Domain, splits: Splits) -> bool:

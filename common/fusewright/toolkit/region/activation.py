@@ -6,8 +6,8 @@ matter: a formula of a few analytic ops that equals an activation at many points
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, TypeAlias
 
@@ -38,31 +38,49 @@ RTOL, ATOL = 1e-5, 1e-7
 
 def name_activations(graph: RegionGraph, rules: RuleLog) -> None:
     """Replace each formula whose intermediate results nobody else reads by the activation that it computes."""
-    rewrite(graph, ROWS, graph, rules)
+    rewrite(graph, ROWS, _Formulas(graph), rules)
 
 
-def _spelled_out(m: Match, graph: RegionGraph) -> Match | None:
+Steps: TypeAlias = Mapping[int, OpView]
+"""Ops by the id of their result, each after those that it reads."""
+
+
+@dataclass
+class _Formulas:
+    """A region before any formula is replaced, with the steps from each variable: many curves may read the same one."""
+
+    graph: RegionGraph
+    known: dict[int, Steps] = field(default_factory=dict)
+
+    def steps(self, x: Value) -> Steps:
+        if x.id not in self.known:
+            self.known[x.id] = _steps(x, self.graph)
+        return self.known[x.id]
+
+
+def _spelled_out(m: Match, formulas: _Formulas) -> Match | None:
     """Extend a match of a curve to the whole formula, the longest first."""
+    graph = formulas.graph
     with torch.no_grad(), compat.without_modes(), compat.disable_autocast():
         for x in reversed(_variables(m.anchor, graph)):
-            steps = _steps(x, graph)
-            values = _values(steps, x, _points()) if m.anchor in steps else {}
-            for last in reversed(steps if values else ()):
+            steps = formulas.steps(x)
+            for last in reversed(_readers(m.anchor, steps, graph)):
                 inside = _needed(last, steps)
-                if m.anchor not in inside or spec_of(last.out).dtype is not spec_of(x).dtype or not _closed(inside, last, graph):
+                if spec_of(last.out).dtype is not spec_of(x).dtype or not _closed(inside, last, graph):
                     continue
+                values = _values(inside, x, _points())
                 found = next((a for a in ACTIVATIONS if torch.allclose(values[last.out.id], _curve(a), RTOL, ATOL)), None)
                 if found is not None and _special_values_agree(inside, x, last, found):
                     return replace(m, ops=inside, at=last, captures={"x": x, "activation": found})
     return None
 
 
-def _write(m: Match, graph: RegionGraph) -> None:
+def _write(m: Match, formulas: _Formulas) -> None:
     name, more = m["activation"]
     row = ops.OPS[name]
     given = row.bind((m["x"], *more))
     op = replace(m.last, op=name, target=row.target.name(), argnames=tuple(given), args=tuple(given.values()))
-    graph.replace(m.ops, [op])
+    formulas.graph.replace(m.ops, [op])
 
 
 ROWS = (Row("activation", chain(tuple(sorted(CURVES))), _write, "an activation", extend=_spelled_out),)
@@ -80,40 +98,50 @@ def _variables(op: OpView, graph: RegionGraph) -> Sequence[Value]:
                 todo.extend([made] if made is not None and made.op in STEPS else [])
 
     def read_often(value: Value) -> bool:
-        users = graph.users(value)
-        return spec_of(value).dtype.is_floating_point and (len(users) > 1 or users[0].op == "cast")
+        often = len(graph.user_ids(value.id)) > 1 or graph.users(value)[0].op == "cast"
+        return often and spec_of(value).dtype.is_floating_point
 
     return [v for v in found if v.spec is not None and read_often(v)]
 
 
-def _steps(x: Value, graph: RegionGraph) -> Sequence[OpView]:
-    """The ops that compute something of `x` alone, element by element, each after those that it reads.
+def _steps(x: Value, graph: RegionGraph) -> Steps:
+    """The ops that compute something of `x` alone, element by element.
 
     A cast to a type of fewer digits is none of them: it rounds, as kernels do there, which an activation does not.
     """
-    known, found, todo = {x.id}, list[OpView](), [x]
+    found, todo = dict[int, OpView](), [x]
     digits = torch.finfo(spec_of(x).dtype).eps
     while todo and len(found) < MOST_STEPS:
         for op in graph.users(todo.pop(0)):
-            if op.op not in STEPS or op in found or not known.issuperset(v.id for v in op.inputs()):
+            if op.op not in STEPS or op.out.id in found or not all(v.id == x.id or v.id in found for v in op.inputs()):
                 continue
             spec = spec_of(op.out)
             alike = spec.shape == spec_of(x).shape and spec.device == spec_of(x).device
             if alike and spec.dtype.is_floating_point and torch.finfo(spec.dtype).eps <= digits:
-                found.append(op)
-                known.add(op.out.id)
+                found[op.out.id] = op
                 todo.append(op.out)
     return found
 
 
-def _needed(last: OpView, steps: Sequence[OpView]) -> tuple[OpView, ...]:
-    """`last` and those of the steps that it needs."""
-    needed, found = {last.out.id}, list[OpView]()
-    for op in reversed(steps):
-        if op.out.id in needed:
-            found.append(op)
-            needed.update(v.id for v in op.inputs())
-    return tuple(reversed(found))
+def _readers(op: OpView, steps: Steps, graph: RegionGraph) -> Sequence[OpView]:
+    """`op` and those of the steps that need it, in order."""
+    found: dict[int, OpView] = {}
+    todo = [op.out] if op.out.id in steps else []
+    while todo:
+        made = todo.pop()
+        found[made.id] = steps[made.id]
+        todo += [u.out for u in graph.users(made) if u.out.id in steps and u.out.id not in found]
+    return list(found.values()) if len(found) < 2 else [s for i, s in steps.items() if i in found]
+
+
+def _needed(last: OpView, steps: Steps) -> tuple[OpView, ...]:
+    """`last` and those of the steps that it needs, in order."""
+    needed, todo = {last.out.id}, [last]
+    while todo:
+        more = {v.id for v in todo.pop().inputs() if v.id in steps} - needed
+        needed |= more
+        todo += [steps[i] for i in more]
+    return (last,) if len(needed) < 2 else tuple(s for i, s in steps.items() if i in needed)
 
 
 def _closed(inside: Sequence[OpView], last: OpView, graph: RegionGraph) -> bool:
