@@ -98,8 +98,10 @@ def _of_bools(target: Any, given: Mapping[str, Any]) -> bool:
 
 
 def _mixed(target: Any, given: Mapping[str, Any]) -> bool:
-    """Whether operands on the host differ in dtype and the operator, unlike pointwise ones, may not promote them."""
-    operands = [] if torch.Tag.pointwise in target.tags else _operands(target, given)
+    """Whether operands on the host differ in dtype and the operator, unlike pointwise ones, may not promote them. Autograd calls
+    backwards, with what eager takes: the traced dtype of statistics may be wrong."""
+    promoted = torch.Tag.pointwise in target.tags or "_backward" in target._schema.name
+    operands = [] if promoted else _operands(target, given)
     return len({t.dtype for t in operands}) > 1 and all(t.device.type == HOST for t in operands)
 
 

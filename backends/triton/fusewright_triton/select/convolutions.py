@@ -41,15 +41,14 @@ def reason(op: OpView) -> str | None:
 
 def bias_reason(op: OpView) -> str | None:
     """Return why a convolution of any rank and layout keeps its bias."""
-    x, w, bias = (spec_of(op.arg(n)) if op.arg(n) is not None else None for n in ("input", "weight", "bias"))
-    assert x is not None and w is not None
+    x, bias = spec_of(op.arg("input")), op.arg("bias")
     if bias is None:
         return "no bias"
     if 0 in spec_of(op.out).shape or not isinstance(x.shape[1], int):
         return "empty, or channels of symbolic number"
     if op.arg("groups") == x.shape[1] > 1:
         return "torch's own kernels of depthwise convolutions add the bias"
-    return None if x.dtype == w.dtype == bias.dtype else "mixed dtypes"
+    return None if x.dtype == spec_of(op.arg("weight")).dtype == spec_of(bias).dtype else "mixed dtypes"
 
 
 def _constant(m: Match, c: Calls) -> bool:
