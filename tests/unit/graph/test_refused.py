@@ -49,7 +49,7 @@ ALLOWED: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "a layer norm of bf16 with a weight of fp32": (aten.native_layer_norm.default, (BF16, [4], fake(torch.float32, 4), None, 1e-5)),
     "a backward with statistics as they are traced": (
         aten.native_layer_norm_backward.default,
-        (BF16, BF16, [4], fake(torch.bfloat16, 3, 1), fake(torch.bfloat16, 3, 1), fake(torch.float32, 4), None, [True, True, False]),
+        (BF16, BF16, [4], *[fake(torch.bfloat16, 3, 1)] * 2, fake(torch.float32, 4), None, [True, True, False]),
     ),
     "a half and a float": (aten.add.Tensor, (HALF, F32)),
     "a view whose stand-in has other sizes": (aten.view.default, (BOOL, [12])),
