@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import enum
+import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -269,6 +270,8 @@ class Splits:
     """Column reductions are split up to this many adjacent columns."""
     passes_again: int = 512
     """Up to this many columns, each pass over long columns reads its operands from memory again. Since interface 1.5."""
+    held_row: int = sys.maxsize
+    """The longest row whose elements are at hand for a second pass. Since interface 1.7."""
     column_rows: int = 2048
     """Minimum length of such a column, in elements."""
     column_elements: int = 1 << 18

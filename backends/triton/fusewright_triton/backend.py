@@ -198,7 +198,7 @@ class TritonBackend(FusedBackend):
     def policy(self) -> DevicePolicy:
         """Results come from torch's stream-ordered allocator; nothing depends on the host's threads."""
         by = self.target(self.running_on()).bounds
-        splits = Splits(passes_again=ALL)
+        splits = Splits(passes_again=ALL, held_row=target.FORMULA.persistent)
         return DevicePolicy(splits=splits, eager=EAGER, flops_per_second=by.library_flops, bytes_per_second=by.bandwidth)
 
     def prepare(self) -> None:

@@ -14,6 +14,7 @@ from fusewright.toolkit.transform.online_softmax import pairs
 from fusewright_triton.emit.addressing import Addresses, atom
 from fusewright_triton.emit.layout import Dim, Layout, axis_name, product
 from fusewright_triton.emit.memory import Memory
+from fusewright_triton.emit.precision import APPROXIMATE, approximable
 from fusewright_triton.emit.operators import TRITON, Unsupported, cast, constant, form_of, is_negative_zero, literal
 
 DIVISIONS = ("floordiv", "truncdiv", "remainder", "fmod")
@@ -33,10 +34,9 @@ class Values(abc.ABC):
         self.alias: dict[int, int] = {}
         self.keys: dict[tuple[object, ...], int] = {}
         self.used_axes = self._used_axes()
-        self.rounded = self._rounded()
+        self.approximable = approximable(self.kernel)
         self.totals = pairs(self.kernel)
         """Sums of a softmax, which are at least 1: divisions by them become multiplications by their reciprocal."""
-        self.softened = self._softened()
         self.address = Addresses(layout.sizes, self._axis, self._index_value)
         self.memory = Memory(self)
         self.limit = self.address.extent(product(self.kernel.r))
@@ -89,26 +89,6 @@ class Values(abc.ABC):
             for u in n.uses():
                 users.setdefault(u, []).append(n)
         return users
-
-    def _softened(self) -> frozenset[int]:
-        """Exponentials of a softmax that is rounded to a half type: the hardware's own are exact enough, to 2^-18."""
-        users = self._users()
-        mine = {self.node(total).args[0]: total for total in self.totals}
-        return frozenset(
-            i
-            for i, total in mine.items()
-            if all(n.id == total or (n.id in self.rounded and n.op == "div" and n.args == (i, total)) for n in users[i])
-        )
-
-    def _rounded(self) -> frozenset[int]:
-        """f32 values that are only ever rounded to a half type: an error of 2 ulp in them changes nothing."""
-        users = self._users()
-        halves = ("bf16", "f16")
-        return frozenset(
-            i
-            for i, found in users.items()
-            if self.node(i).dtype == "f32" and all(n.op == "cast" and n.dtype in halves for n in found)
-        )
 
     @abc.abstractmethod
     def scan(self, n: Node) -> None:
@@ -231,12 +211,10 @@ class Values(abc.ABC):
 
     def _pointwise(self, n: Node) -> str:
         dtype = self.node(n.args[-1]).dtype
-        if n.op == "div" and n.id in self.rounded:
-            if n.args[1] in self.totals:
+        if n.id in self.approximable and n.op in APPROXIMATE:
+            if n.op == "div" and n.args[1] in self.totals:
                 return f"{self.operand(n.args[0])} * fw.reciprocal({self.operand(n.args[1])})"
-            text, literals = "{0} / {1}", False
-        elif n.id in self.softened:
-            text, literals = "tl.exp({0})", False
+            text, literals = APPROXIMATE[n.op], False
         else:
             text, literals = form_of(n.op, dtype)
         args = [self.operand(a, literals) for a in n.args]

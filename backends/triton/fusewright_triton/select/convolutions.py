@@ -18,8 +18,8 @@ import torch
 from fusewright import ops
 from fusewright.interface import OpView, Value
 from fusewright.ops.core import Kind
-from fusewright.plan.ir import Ref
-from fusewright.toolkit.region.builder import channels_last_strides
+from fusewright.plan.ir import Call, Ref
+from fusewright.toolkit.region.builder import channels_last_strides, same_strides
 from fusewright.toolkit.region.graph import Claim, spec_of
 from fusewright.toolkit.region.pattern import Match, chain, find, maybe, one, p
 from fusewright.toolkit.region.rewrite import Row
@@ -129,7 +129,7 @@ def _write(m: Match, c: Calls) -> None:
     """Emit calls whose last one makes `m.out`, channels-last."""
     op, b = m.anchor, c.b
     stride = channels_last_strides(spec_of(m.out).shape)  # type: ignore[arg-type]
-    x = b.any_strides(op.arg("input"))
+    x = _images(op.arg("input"), c)
     geometry = tuple(op.arg(n) for n in ("stride", "padding", "dilation"))
     groups = op.arg("groups")
     library = partial(b.library, out=m.out, stride=stride, op=op)
@@ -154,6 +154,14 @@ def _write(m: Match, c: Calls) -> None:
         library("aten::cudnn_convolution_add_relu.default", x, weight, other, 1.0, bias, *geometry, groups)
 
 
+def _images(value: Value, c: Calls) -> Ref:
+    """Return images channels-last: torch would copy others in front of each call, without fusing or tiling the copy."""
+    spec = c.b.spec(value)
+    if same_strides(spec, channels_last_strides(spec.shape)):  # type: ignore[arg-type]
+        return Ref(c.b.at_hand(value).id)
+    return Ref(c.b.channels_last(value).id)
+
+
 def _alone(m: Match, c: Calls) -> None:
     """Emit torch's own call without its bias, which a kernel adds."""
     op = m.anchor
@@ -169,6 +177,26 @@ def _add_bias(op: OpView, args: tuple[Any, ...], stride: Sequence[int] | None, c
     b.replace(op, made)
     column = b.append_op("view", bias, (*spec_of(bias).shape, *[1] * (out.rank - 2)))
     b.append_op("add", made, column, out=b.with_layout(op.out, stride))
+
+
+def backward_reason(op: OpView) -> str | None:
+    """Return why the gradient of a bias stays in torch's call of the other two."""
+    grad, (image, weight, bias) = spec_of(op.arg("grad_output")), op.arg("output_mask")
+    if not bias or not (image or weight):
+        return "no gradient of a bias beside others"
+    return "empty" if 0 in grad.shape else None
+
+
+def _bias_gradient_apart(m: Match, c: Calls) -> None:
+    """Emit the gradients of image and weight, and that of the bias as a sum for the fuser."""
+    op, b = m.anchor, c.b
+    given = [b.exact(a) if isinstance(a, Value) else a for a in op.args]
+    given[op.argnames.index("output_mask")] = (*op.arg("output_mask")[:2], False)
+    made = (*op.outs[:2], c.ctx.value(None))
+    b.append(Call(op.target, tuple(given), tuple(v.id for v in made), op_id=op.id))
+    b.replace(op, *made)
+    rank = spec_of(op.arg("grad_output")).rank
+    b.append_op("sum", op.arg("grad_output"), (0, *range(2, rank)), out=op.outs[2])
 
 
 def _unfused(c: Calls, args: tuple[Any, ...], other: Ref | None, library: Callable[..., None]) -> None:
@@ -269,6 +297,8 @@ _NORM = maybe("batch_norm", _normed, "norm", rule="triton.conv.batch_norm")
 
 BIAS = Row("triton.conv.bias", chain("conv"), when=_bias_apart, write=_alone, note="convolution, bias in a kernel")
 """Of any layout and dtype."""
+
+BACKWARD = Row("triton.conv_backward.bias", chain("conv_backward"), write=_bias_gradient_apart, note="gradient of the bias in a kernel")
 
 ROWS = (
     Row("triton.conv.patches", chain("conv"), when=_cuts, write=_product, note="convolution of patches as a product"),

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from fusewright.interface import Dim, OpView, Splits, TensorSpec, Value
+from fusewright.interface import Dim, OpView, Splits, TensorSpec, Value, hint
 from fusewright.sizes.expr import leaves
-from fusewright.toolkit.ir import Builder, Kernel, Val, structural_hash
+from fusewright.toolkit.ir import Builder, Index, IndexTooComplex, Kernel, Val, structural_hash
 from fusewright.toolkit.ir.extent import Atom, Extent, evaluate, substitute, symbol
 from fusewright.toolkit.ir.symbols import Step, close
 from fusewright.toolkit.ir.types import DType, from_torch, to_torch
@@ -15,7 +15,7 @@ from fusewright.toolkit.ir.verify import kernel_pass
 from fusewright.toolkit.rules.evaluate import KernelEvaluator, KernelRow, Space, compute_dtype
 from fusewright.toolkit.rules.flow import Flow
 from fusewright.toolkit.rules.kinds import Domain, Level, Map, Row, Rule, Scatter, View
-from fusewright.toolkit.rules.space import At, product, shape_of, stride_of
+from fusewright.toolkit.rules.space import At, ShapeMismatch, product, shape_of, stride_of
 from fusewright.toolkit.transform.scans import split_scan
 from fusewright.toolkit.transform.split import split_rows
 from fusewright.toolkit.transform.split_columns import few_columns, split_columns
@@ -108,16 +108,35 @@ def size_hints(values: Sequence[Value]) -> dict[Atom, int]:
 
 
 def loop_order(domain: Domain, like: Value | None, ordered: bool) -> tuple[int, ...]:
-    """Order the dims of the domain from outermost to innermost loop, parallel ones first, by the strides of `like`."""
+    """Order the dims of the domain from outermost to innermost loop, parallel ones first, by the strides of `like`, which has the
+    domain's elements in this or another shape."""
     rank = len(domain.shape)
     outer = [d for d in range(rank) if d not in domain.dims]
     inner = list(domain.dims)
-    if like is not None and like.spec is not None and shape_of(like.spec) == domain.shape:
-        steps = [s if isinstance(s, int) else s.hint for s in like.spec.stride]
+    steps = None if like is None or like.spec is None else _steps(domain, like.spec)
+    if steps is not None:
         outer.sort(key=lambda d: (-steps[d], d))
         if not ordered:
             inner.sort(key=lambda d: (-steps[d], d))
     return (*outer, *inner)
+
+
+def _steps(domain: Domain, spec: TensorSpec) -> list[int] | None:
+    """Return how far apart neighbours along each dim of the domain lie in a tensor of as many elements, of fixed sizes if its shape
+    differs. None if no formula says."""
+    if shape_of(spec) == domain.shape:
+        return [hint(s) for s in spec.stride]
+    if not spec.static or 0 in domain.shape:
+        return None
+    rank = len(domain.shape)
+    _, space = space_for(domain, range(rank))
+    try:
+        address = KernelEvaluator.address(spec, space.base.reshape(shape_of(spec)))
+        ends = [address.substitute([Index(int(a == d)) for a in range(rank)], ()) for d in range(rank)]
+    except (IndexTooComplex, ShapeMismatch):
+        return None
+    known = all(isinstance(e.offset, int) and e == Index(e.offset) for e in ends)
+    return [int(e.offset) if size != 1 else 0 for e, size in zip(ends, domain.shape, strict=True)] if known else None  # type: ignore[call-overload]
 
 
 def space_for(

@@ -20,7 +20,7 @@ from fusewright.toolkit.ir import IndexTooComplex, Kernel
 from fusewright.toolkit.lower.tables import rules_of, verdict
 from fusewright.toolkit.rules.flow import Flow
 from fusewright.toolkit.rules.kinds import Domain, Row, Rule
-from fusewright.toolkit.rules.space import NotAligned, ShapeMismatch, shape_of
+from fusewright.toolkit.rules.space import NotAligned, ShapeMismatch, product, shape_of
 
 POLICY = DevicePolicy()
 """The policy for an unknown device."""
@@ -335,9 +335,11 @@ def final_domain(group: Group, roots: Sequence[Root]) -> tuple[Domain, bool]:
 
 
 def _model(flow: Flow, group: Group, roots: Sequence[Root], domain: Domain) -> Value | None:
-    """The tensor whose layout the loops follow: the first stored one with the domain's shape, else the first such input."""
-    values = (*(r.value for r in roots), *(v for u in group.units for v in u.op.inputs()))
-    return next((v for v in values if v.spec is not None and shape_of(v.spec) == domain.shape), None)
+    """The tensor whose layout the loops follow: the first stored one with the domain's shape, else the first such input, else one
+    with as many elements."""
+    values = [v for v in (*(r.value for r in roots), *(v for u in group.units for v in u.op.inputs())) if v.spec is not None]
+    alike = (v for v in values if v.spec is not None and shape_of(v.spec) == domain.shape)
+    return next(alike, next((v for v in values if product(shape_of(v.spec)) == product(domain.shape)), None))
 
 
 def kernel_name(units: Sequence[Unit]) -> str:

@@ -275,9 +275,24 @@ class Grouper:
         """Whether the values of a group are stored before these units reduce its columns, rather than computed with them: if others
         need them too, or each of several passes would compute them again at a high cost."""
         passes = any(in_passes(u, domain, self.splits) for u in units)
-        if passes and any(isinstance(u.rule, Map) and u.rule.cost > PASS_COST for u in group.units):
+        again = any(reads_again(u, domain, self.splits) for u in units)
+        if (passes or again) and any(self._cost(u) > PASS_COST for u in group.units):
             return True
-        return (passes or is_column(domain)) and not self._private(units, group)
+        dear = passes or is_column(domain) or (again and sum(group.reads.values()) > 2 * _largest(units))
+        return dear and not self._private(units, group)
+
+    def _cost(self, unit: Unit) -> int:
+        """Return the cost of the dearest op that a map computes: its own, or one inlined in it."""
+        cost, seen, todo = unit.rule.cost if isinstance(unit.rule, Map) else 0, set[int](), [*unit.op.inputs()]
+        while todo:
+            made = self.flow.producer.get(todo.pop().id)
+            if made is None or made[0].id in seen or not (self.flow.is_inline(made[0]) or self.flow.is_view(made[0])):
+                continue
+            seen.add(made[0].id)
+            rule = self.flow.rules(made[0])[0]
+            cost = max(cost, rule.cost) if isinstance(rule, Map) else cost
+            todo += made[0].inputs()
+        return cost
 
     def _private(self, units: Sequence[Unit], group: Group) -> bool:
         """Whether only the group and these units use the group's values, so that a column reduction may absorb it."""
@@ -395,6 +410,17 @@ def in_passes(unit: Unit, domain: Domain, splits: Splits) -> bool:
     row, numel = math.prod(sizes[d] for d in domain.dims), math.prod(sizes)
     few = numel <= splits.passes_again * row
     return few and row >= splits.column_rows and numel >= splits.column_elements
+
+
+def reads_again(unit: Unit, domain: Domain, splits: Splits) -> bool:
+    """Whether a row unit has rows too long to be held, so that what it reads is computed again in each pass."""
+    hints = size_hints([v for v in unit.op.inputs() if v.spec is not None])
+    return isinstance(unit.rule, Row) and math.prod(size_hint(domain.shape[d], hints) for d in domain.dims) > splits.held_row
+
+
+def _largest(units: Sequence[Unit]) -> int:
+    """Return the bytes of the largest value that these units read."""
+    return max(v.spec.bytes_hint() for u in units for v in u.op.inputs() if v.spec is not None)
 
 
 def _is_strided(v: Value, domain: Domain) -> bool:

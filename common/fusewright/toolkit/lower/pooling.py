@@ -171,5 +171,5 @@ def _few_windows(op: OpView) -> str | None:
 TABLE: Table = {
     "max_pool2d": (Map(_max_pool, _plain, cost=60),),
     "max_pool2d_backward": (Map(_max_pool_backward, _few_windows, cost=100),),
-    "avg_pool2d": (Map(_avg_pool, _plain, cost=40),),
+    "avg_pool2d": (Map(_avg_pool, _plain, cost=60),),
 }

@@ -129,9 +129,12 @@ class Builder:
         return self._dense(value, channels_last_strides, torch.channels_last)
 
     def _dense(self, value: Value, strides: Callable[..., tuple[int, ...]], layout: torch.memory_format) -> Value:
-        made = self.ctx.value(replace(self.spec(value), stride=strides(self.spec(value).shape)))
-        self._copy(self.at_hand(value), made, layout)
-        self._copies[value.id] = made
+        def make() -> Value:
+            made = self.ctx.value(replace(self.spec(value), stride=strides(self.spec(value).shape)))
+            self._copy(self.at_hand(value), made, layout)
+            return made
+
+        made = self._copies[value.id] = self.once((value.id, layout), make)
         return made
 
     def _restore(self, source: Value, value: Value) -> None:
@@ -200,6 +203,10 @@ class Builder:
         self._replaced.add(op.id)
         self._copies.clear()
 
+    def without(self, op: OpView) -> None:
+        """Leave out an op whose first result ops added afterwards compute; the others have no reader."""
+        self._replaced.add(op.id)
+
     def append_op(self, name: str, *args: Any, out: Value | None = None) -> Value:
         """Add an op of the opset, for the fuser, over values with their actual strides. `out`: its result; by default a new value
         with the strides that torch's metadata functions determine."""
@@ -235,7 +242,7 @@ class Builder:
     def with_layout(self, out: Value, stride: Sequence[int] | None) -> Value:
         """Return the value that holds `out` if it is made with these strides; None keeps the graph's."""
         assert out.spec is not None
-        if stride is None or _same_strides(out.spec, stride):
+        if stride is None or same_strides(out.spec, stride):
             return out
         self._moved[out.id] = self.ctx.value(replace(out.spec, stride=tuple(stride)))
         return self._moved[out.id]
@@ -381,7 +388,7 @@ def _by_columns(spec: TensorSpec | None) -> bool:
     return spec is not None and spec.static and spec.rank > 1 and spec.shape[-1] != 1 and spec.stride[-1] != 1
 
 
-def _same_strides(spec: TensorSpec, stride: Sequence[Any]) -> bool:
+def same_strides(spec: TensorSpec, stride: Sequence[Any]) -> bool:
     """Whether strides are equal, apart from those of dimensions of size 1."""
     pairs = zip(spec.shape, spec.stride, stride, strict=True)
     return 0 in spec.shape or all(a == b for size, a, b in pairs if size != 1)

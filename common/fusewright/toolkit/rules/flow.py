@@ -15,7 +15,8 @@ INLINE_COST = 12
 """A map op of at most this many vector instructions may be recomputed by each of its users ..."""
 
 INLINE_BYTES = 4
-"""... if the bytes that it reads are at most 1/INLINE_BYTES of those that it writes."""
+"""... if the bytes that it reads are at most 1/INLINE_BYTES of those that it writes, or half of them and nobody else wants the result:
+a cast to a wider type is cheaper to read before it than behind it."""
 
 READ_AGAIN = 4
 """How often an element may be recomputed rather than stored."""
@@ -91,16 +92,20 @@ class Flow:
         tiny = op.out.spec.numel_hint() <= 1
         if rule.cost > INLINE_COST and not tiny and not self._has_one_user(op, 1):
             return None
-        read, depth = 0, 1
-        for v in op.inputs():
-            if v.spec is None:
-                continue
-            read += min(v.spec.bytes_hint(), sum(leaf.bytes_hint() for leaf in self.leaves(v)))
-            depth = max(depth, 1 + self._depth(v))
-        size = op.out.spec.bytes_hint()
-        small = read * INLINE_BYTES <= size or (tiny and read <= 64) or (read <= size and self._has_one_user(op))
-        small = small or (read * 8 <= size * 9 and self._is_permuted_once(op))
+        depth = max((1 + self._depth(v) for v in op.inputs()), default=1)
+        read, size = self._bytes_read(op), op.out.spec.bytes_hint()
+        small = read * INLINE_BYTES <= size or (_about(2 * read, size) and op.out.id not in self.needed) or (tiny and read <= 64)
+        small = small or (_about(read, size) and (self._has_one_user(op) or self._is_permuted_once(op)))
         return depth if small and depth <= INLINE_DEPTH else None
+
+    def _bytes_read(self, op: OpView) -> int:
+        """Return the bytes in memory behind an op: of each input, or of what it is computed from if that is less."""
+        found: dict[int, int] = {}
+        for v in {v.id: v for v in op.inputs() if v.spec is not None}.values():
+            sources = {x.id: x.spec.bytes_hint() for x in self.sources(v) if x.spec is not None}
+            whole = v.spec.bytes_hint()  # type: ignore[union-attr]
+            found.update(sources if _about(sum(sources.values()), whole) else {v.id: whole})
+        return sum(found.values())
 
     def _has_one_user(self, op: OpView, times: int = READ_AGAIN) -> bool:
         """Whether a single kernel op reads the result, each element at most about `times` times, so that storing it gains
@@ -151,6 +156,11 @@ class Flow:
             else:
                 found.setdefault(x.id, x)
         return list(found.values())
+
+
+def _about(read: int, size: int) -> bool:
+    """Whether something is no more than a size, apart from small operands (a number for each channel)."""
+    return read * 8 <= size * 9
 
 
 def is_alias(op: OpView) -> bool:

@@ -46,7 +46,7 @@ def calls(*disabled: str, fuel: int | None = None) -> tuple[list[str], RuleLog]:
     ctx = Context({}, REAL, by_preference("separate"), specs=g.temporaries, rules=log)
     fragment = NvidiaTriton(REAL).compile(g.region([y]), ctx)
     assert isinstance(fragment, Fragment)
-    return [t.partition("(")[0] for t in text(fragment, prepare=False)], log
+    return [name for t in text(fragment, prepare=False) if "conv" in (name := t.partition("(")[0])], log
 
 
 ALONE, FUSED = "aten::convolution", "aten::cudnn_convolution_add_relu"

@@ -1,0 +1,45 @@
+"""Which f32 values may be approximate: those that reach memory only after they were rounded to a half type.
+
+Eager rounds the result of each op to the half type, so a relative error of 2^-17 in what a kernel holds in fp32 disappears in it. The
+correctly rounded forms cost up to twenty instructions an element, which a kernel of one silu cannot hide behind its loads."""
+
+from __future__ import annotations
+
+from fusewright.toolkit.ir.ir import Kernel, Node
+
+HALVES = ("bf16", "f16")
+PASSES_ON = frozenset({"add", "sub", "mul", "div", "neg", "abs", "minimum", "maximum", "fmin", "fmax", "where"})
+"""Ops that do not enlarge an error by more than eager's own rounding of their operands."""
+REDUCES = frozenset({"sum", "mean", "max", "min"})
+
+APPROXIMATE: dict[str, str] = {
+    "div": "{0} / {1}",
+    "reciprocal": "1.0 / {0}",
+    "sqrt": "tl.sqrt({0})",
+    "exp": "tl.exp({0})",
+    "sigmoid": "1.0 / (1.0 + tl.exp(-{0}))",
+}
+"""The Triton text of approximate forms: 2 ulp, for exponentials 2^-17 at the ends of their range."""
+
+
+def approximable(kernel: Kernel) -> frozenset[int]:
+    """Return the f32 values all of whose uses end in a cast to a half type, without a comparison, an integer or a store in between."""
+    users: dict[int, list[Node]] = {}
+    for n in kernel.nodes():
+        for u in n.uses():
+            users.setdefault(u, []).append(n)
+    found = set[int]()
+    for n in reversed([*kernel.nodes()]):
+        if n.dtype == "f32" and n.id in users and all(_forgives(u, n.id, found) for u in users[n.id]):
+            found.add(n.id)
+    return frozenset(found)
+
+
+def _forgives(user: Node, value: int, found: set[int]) -> bool:
+    """Return whether an error of `value` is invisible in what this use makes of it."""
+    if user.op == "cast":
+        return user.dtype in HALVES
+    if user.op == "where" and user.args[0] == value:
+        return False
+    passes = user.op in PASSES_ON or (user.op == "reduce" and user.how in REDUCES)
+    return passes and user.id in found
