@@ -22,17 +22,31 @@ APPROXIMATE: dict[str, str] = {
 """The Triton text of approximate forms: 2 ulp, for exponentials 2^-17 at the ends of their range."""
 
 
-def approximable(kernel: Kernel) -> frozenset[int]:
-    """Return the f32 values all of whose uses end in a cast to a half type, without a comparison, an integer or a store in between."""
+def approximable(kernel: Kernel, first: int = 0) -> frozenset[int]:
+    """Return the f32 values all of whose uses end in a cast to a half type, without a comparison, an integer or a store in between:
+    uses in a function that begins with stage `first` and computes again what it needs of earlier stages, but for reductions."""
     users: dict[int, list[Node]] = {}
-    for n in kernel.nodes():
+    nodes = _computed(kernel, first)
+    for n in nodes:
         for u in n.uses():
             users.setdefault(u, []).append(n)
     found = set[int]()
-    for n in reversed([*kernel.nodes()]):
+    for n in reversed(nodes):
         if n.dtype == "f32" and n.id in users and all(_forgives(u, n.id, found) for u in users[n.id]):
             found.add(n.id)
     return frozenset(found)
+
+
+def _computed(kernel: Kernel, first: int) -> list[Node]:
+    """Return the nodes of stages from `first` on and those of earlier ones behind them, in order."""
+    earlier = {n.id: n for s in kernel.stages[:first] for n in s.nodes}
+    wanted, todo = set[int](), [u for s in kernel.stages[first:] for n in s.nodes for u in n.uses()]
+    while todo:
+        n = earlier.get(todo.pop())
+        if n is not None and n.id not in wanted and n.op != "reduce":
+            wanted.add(n.id)
+            todo.extend(n.uses())
+    return [n for k, s in enumerate(kernel.stages) for n in s.nodes if k >= first or n.id in wanted]
 
 
 def _forgives(user: Node, value: int, found: set[int]) -> bool:

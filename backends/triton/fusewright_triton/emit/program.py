@@ -14,6 +14,7 @@ from fusewright_triton.emit import reductions as red
 from fusewright_triton.emit.addressing import atom
 from fusewright_triton.emit.layout import Dim, Layout, product
 from fusewright_triton.emit.operators import TRITON, Unsupported, constant
+from fusewright_triton.emit.precision import approximable
 from fusewright_triton.emit.prefetch import ahead, under_way
 from fusewright_triton.emit.values import Values
 from fusewright_triton.target import FORMULA
@@ -29,6 +30,7 @@ class Program(Values):
 
     def write(self, first: int, last: int) -> None:
         """Print stages `first`..`last`. Partial results of earlier reductions are in the workspace."""
+        self.approximable = approximable(self.kernel, first)
         self._constants(first, last)
         self._points()
         stages = self.kernel.stages

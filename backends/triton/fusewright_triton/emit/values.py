@@ -14,8 +14,8 @@ from fusewright.toolkit.transform.online_softmax import pairs
 from fusewright_triton.emit.addressing import Addresses, atom
 from fusewright_triton.emit.layout import Dim, Layout, axis_name, product
 from fusewright_triton.emit.memory import Memory
-from fusewright_triton.emit.precision import APPROXIMATE, approximable
 from fusewright_triton.emit.operators import TRITON, Unsupported, cast, constant, form_of, is_negative_zero, literal
+from fusewright_triton.emit.precision import APPROXIMATE
 
 DIVISIONS = ("floordiv", "truncdiv", "remainder", "fmod")
 INDEX_ERROR, ZERO_DIVISION = 1, 2
@@ -34,7 +34,7 @@ class Values(abc.ABC):
         self.alias: dict[int, int] = {}
         self.keys: dict[tuple[object, ...], int] = {}
         self.used_axes = self._used_axes()
-        self.approximable = approximable(self.kernel)
+        self.approximable: frozenset[int] = frozenset()
         self.totals = pairs(self.kernel)
         """Sums of a softmax, which are at least 1: divisions by them become multiplications by their reciprocal."""
         self.address = Addresses(layout.sizes, self._axis, self._index_value)

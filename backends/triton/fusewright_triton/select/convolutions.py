@@ -298,7 +298,7 @@ _NORM = maybe("batch_norm", _normed, "norm", rule="triton.conv.batch_norm")
 BIAS = Row("triton.conv.bias", chain("conv"), when=_bias_apart, write=_alone, note="convolution, bias in a kernel")
 """Of any layout and dtype."""
 
-BACKWARD = Row("triton.conv_backward.bias", chain("conv_backward"), write=_bias_gradient_apart, note="gradient of the bias in a kernel")
+BACKWARD = Row("triton.conv_backward.bias", chain("conv_backward"), write=_bias_gradient_apart, note="bias's gradient in a kernel")
 
 ROWS = (
     Row("triton.conv.patches", chain("conv"), when=_cuts, write=_product, note="convolution of patches as a product"),

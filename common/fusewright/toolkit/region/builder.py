@@ -49,8 +49,8 @@ class Builder:
     """The region under construction: `ops` with the values that they actually read and write, and `calls` for some of them.
 
     `owner` lives as long as the compiled code: it is the backend, and each compiled graph has its own. `built` holds code built
-    for measuring until the plan's kernels are loaded. `row_major_norms`: copy column-major inputs of norms to row-major; not
-    used in training, where each would have to be copied back for backward."""
+    for measuring until the plan's kernels are loaded. `row_major_norms`: copy column-major inputs of norms to row-major, and
+    keep images of group norms channels-last; not used in training, where each would have to be copied back for backward."""
 
     def __init__(
         self,
@@ -252,6 +252,9 @@ class Builder:
         always with the graph's."""
         if self.row_major_norms and any_strides:
             self._turn(op)
+            if (stride := self._like_images(op)) is not None:
+                self.leave_with(op, stride)
+                return
         own = _own_strides(op) and self._laid_alike(op)
         moved = [v for v in op.inputs() if v.id in self._moved and not own]
         strides = self._strides_for(op) if moved and any_strides and not self._returned_with_others(op) else None
@@ -306,6 +309,16 @@ class Builder:
                 if v.id not in self._moved and _by_columns(v.spec) and v.spec.shape == out.shape:  # type: ignore[union-attr]
                     self._moved[v.id] = self.row_major(v)
                     self._restored.add(v.id)  # the graph's value remains available
+
+    def _like_images(self, op: OpView) -> tuple[int, ...] | None:
+        """Return channels-last strides for a group norm of such images. Eager's, on GPUs, are those of planes: what adds the norm to
+        its input would read across memory."""
+        if op.op != "group_norm" or self.graph.escapes(op.out):
+            return None
+        x, out = self.spec(op.arg("input")), op.out.spec
+        assert out is not None
+        alike = out.static and x.shape == out.shape and layout_of(out) == "contiguous" and layout_of(x) == "channels_last"
+        return channels_last_strides(out.shape) if alike else None  # type: ignore[arg-type]
 
     def _strides_for(self, op: OpView) -> list[tuple[int, ...] | None] | None:
         """The strides of every result of `op` for its actual inputs, by torch's metadata functions. None keeps the

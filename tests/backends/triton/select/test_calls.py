@@ -156,7 +156,7 @@ def test_without_a_relu_or_with_groups_the_norm_is_a_kernel(groups: int) -> None
     y = g.relu(y) if groups > 1 else y
     fragment = lowered(g, [y])
     (launch,) = [i for i in fragment.instructions if isinstance(i, Launch)]
-    assert "aten::convolution" in targets(fragment) and len(launch.inputs) == 3, "the result, and what its channels are scaled and shifted by"
+    assert "aten::convolution" in targets(fragment) and len(launch.inputs) == 3, "the result, factors and summands"
     check(g, [y])
 
 
@@ -178,7 +178,7 @@ def test_images_stay_channels_last_between_convolutions() -> None:
     y = g.relu(g.conv(g.relu(g.conv(g.tensor(2, 8, 7, 7), 8, 8, bias=True)), 8, 8, bias=True))
     relu = "aten::cudnn_convolution_relu"
     found = targets(lowered(g, [y]))
-    assert found == ["kernel clone", relu, relu, "kernel clone"], "one copy lays the input so, the other gives the result eager's strides"
+    assert found == ["kernel clone", relu, relu, "kernel clone"], "the last gives the result eager's strides"
     check(g, [y])
 
 
@@ -253,8 +253,26 @@ def test_images_are_copied_once_for_all_convolutions_that_read_them() -> None:
     y, z = g.conv(x, 8, 8), g.conv(x, 8, 8, 1)
     fragment = lowered(g, [y, z])
     assert targets(fragment)[0].startswith("kernel") and targets(fragment).count("aten::convolution") == 2
-    assert len([i for i in fragment.instructions if isinstance(i, Launch)]) == 2, "the last one gives both results eager's strides"
+    assert sum(isinstance(i, Launch) for i in fragment.instructions) == 3, "one for the images, and two for the strides of the results"
     check(g, [y, z])
+
+
+def test_a_group_norm_keeps_images_channels_last() -> None:
+    """On GPUs eager's has the strides of planes; what adds it to its input would read one of them across memory."""
+    g = Net()
+    x = g.images(2, 8, 7, 7)
+    y = g.op("group_norm", x, g.weight(8), g.weight(8), 2, 8, 49, 1, 1e-5)
+    g.tensors[y.id] = g.tensors[y.id].contiguous()
+    planes = replace(y, spec=replace(y.spec, stride=(392, 49, 7, 1)))  # type: ignore[type-var]
+    g.ops[-1] = replace(g.ops[-1], outs=(planes, *g.ops[-1].outs[1:]))
+    z = g.op("add", x, g.op("avg_pool2d", planes, (3, 3), (1, 1), (1, 1), False, False, None))
+    launches = [i for i in lowered(g, [z]).instructions if isinstance(i, Launch)]
+    fragment = lowered(g, [z])
+    for launch in launches:
+        kernel = fragment.kernels[launch.kernel]
+        strides = {n.index.stride_of(len(kernel.sizes) - 1) for n in kernel.nodes() if n.op in ("load", "store") and n.index}  # type: ignore[attr-defined]
+        assert strides == {1}, "neighbours in memory are neighbours in the loop"
+    check(g, [z])
 
 
 def test_the_gradient_of_a_bias_is_a_kernel() -> None:
