@@ -41,7 +41,7 @@ def _write(m: Match, c: Calls) -> None:
     assert mean is not None and variance is not None
     scale = b.append_op("rsqrt", b.append_op("add", variance, op.arg("eps")))
     scale = scale if weight is None else b.append_op("mul", scale, weight)
-    out = b.with_layout(op.out, b.spec(x).stride if b.spec(x) is not spec else None)
+    out = b.with_layout(op.out, b.spec(x).stride if b.spec(x) is not spec else None)  # type: ignore[arg-type]
     if spec.dtype is torch.float32:  # subtracting first keeps the digits of inputs far from zero, as eager does
         x, shift = b.append_op("sub", x, mean, out=c.ctx.value(replace(spec_of(out)))), bias
     else:

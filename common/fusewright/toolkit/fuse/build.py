@@ -135,8 +135,8 @@ def _steps(domain: Domain, spec: TensorSpec) -> list[int] | None:
         ends = [address.substitute([Index(int(a == d)) for a in range(rank)], ()) for d in range(rank)]
     except (IndexTooComplex, ShapeMismatch):
         return None
-    known = all(isinstance(e.offset, int) and e == Index(e.offset) for e in ends)
-    return [int(e.offset) if size != 1 else 0 for e, size in zip(ends, domain.shape, strict=True)] if known else None  # type: ignore[call-overload]
+    steps = [e.offset for e in ends if isinstance(e.offset, int) and e == Index(e.offset)]
+    return [s if size != 1 else 0 for s, size in zip(steps, domain.shape, strict=True)] if len(steps) == rank else None
 
 
 def space_for(
