@@ -98,6 +98,20 @@ def test_symbolic_sizes(backend: str) -> None:
     assert len(reports) == 1
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_bias_of_a_convolution_whose_geometry_is_symbolic(backend: str) -> None:
+    """A kernel adds it, and torch's own call gets the numbers of the call."""
+    w, bias = torch.randn(4, 3, 2, 2), torch.randn(4)
+
+    def strided(x: Tensor, step: int) -> Tensor:
+        return F.conv2d(x, w, bias, step, step - 1, step).relu()
+
+    compiled = simulated(strided, backend, fallback="allow")
+    for step in (2, 3, 5):
+        x = torch.randn(2, 3, 9, 8)
+        torch.testing.assert_close(compiled(x, step), strided(x, step))
+
+
 def test_an_index_out_of_bounds_is_raised_as_in_eager() -> None:
     def lookup(table: Tensor, ids: Tensor) -> Tensor:
         return F.embedding(ids, table) * 2
