@@ -61,10 +61,15 @@ def untraced(t: object) -> str:
 
 def overlaps(t: object) -> bool:
     """Whether elements of a tensor share memory, or may: after `expand`, or `as_strided` with small strides."""
-    if not isinstance(t, torch.Tensor) or t.layout is not torch.strided or t.is_nested or t.numel() < 2:
+    if not isinstance(t, torch.Tensor) or t.layout is not torch.strided or t.is_nested:
         return False
+    return shared_elements(t.shape, t.stride())
+
+
+def shared_elements(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether elements of a tensor of this shape and stride share memory, or may."""
     end = 0
-    for step, n in sorted((s, n) for s, n in zip(t.stride(), t.shape, strict=True) if n != 1):
+    for step, n in sorted((s, n) for s, n in zip(stride, shape, strict=True) if n != 1 and 0 not in shape):
         if step <= end:
             return True
         end += step * (n - 1)

@@ -54,6 +54,22 @@ def test_what_eager_does(name: str, backend: str) -> None:
     assert outcome(run, x.clone().expand(3, 4)) == outcome(WRITES[name], x.clone().expand(3, 4))
 
 
+WINDOWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "a row": lambda x: x[0].copy_(x[-1]) * 2,
+    "steps": lambda x: x[:, ::2].fill_(1) * 2,
+    "one element": lambda x: x[1, 1].add_(1) * 2,
+}
+
+
+@pytest.mark.parametrize("backend", ["x86_onednn", "fusewright_interp"])
+@pytest.mark.parametrize("name", WINDOWS)
+def test_a_write_to_a_window_shows_in_those_that_share_its_elements(name: str, backend: str) -> None:
+    """The functional graph writes into a copy with the windows' strides: the last write stays, in the order of eager's loop."""
+    run = torch.compile(WINDOWS[name], backend=backend, options={"fallback": "allow"})
+    x, y = (torch.arange(8.0).as_strided((6, 3), (1, 1)) for _ in range(2))
+    assert outcome(run, x) == outcome(WINDOWS[name], y)
+
+
 def test_other_writes_stay_compiled() -> None:
     def f(x: Tensor) -> Tensor:
         y = x.exp()

@@ -150,6 +150,12 @@ def test_rules_read_specs_of_the_interface() -> None:
     assert layer_norm.dtypes([x, [3], None, None, 1e-5]) == (torch.bfloat16,) * 3
 
 
+def test_a_convolution_of_no_channels_makes_none() -> None:
+    """Whatever its weight says."""
+    args = (torch.randn(2, 0, 5), torch.randn(4, 0, 2), None, (1,), (1,), (1,), False, (0,), 1)
+    assert ops.OPS["conv"].shapes(args) == (tuple(torch.convolution(*args).shape),) == ((2, 0, 6),)
+
+
 def test_reference_keeps_nan_and_infinity() -> None:
     op = ops.OPS["amax"]
     (out,) = evaluate(op, [torch.tensor([1.0, math.nan]), [], False], {})

@@ -142,7 +142,8 @@ def linear(a: Args) -> tuple[Shape]:
 
 
 def conv(a: Args) -> tuple[Shape]:
-    """[n, c, ...] x [k, c / groups, ...] -> [n, k, ...]; transposed weights are [c, k / groups, ...]."""
+    """[n, c, ...] x [k, c / groups, ...] -> [n, k, ...]; transposed weights are [c, k / groups, ...]. Of no channels torch makes
+    none."""
     x, w = shape(a["input"]), shape(a["weight"])
     lead = x[: len(x) - (len(w) - 2) - 1]
     spatial = []
@@ -153,7 +154,7 @@ def conv(a: Args) -> tuple[Shape]:
         else:
             spatial.append((n + 2 * p - d * (k - 1) - 1) // s + 1)
     channels = w[1] * a["groups"] if a["transposed"] else w[0]
-    return ((*lead, channels, *spatial),)
+    return ((*lead, 0 if isinstance(x[len(lead)], int) and x[len(lead)] == 0 else channels, *spatial),)
 
 
 def _at(values: Sequence[Any], i: int) -> Any:

@@ -14,11 +14,12 @@ from fusewright.graph.effects import asserts, communicates, draws, held_in_order
 from fusewright.graph.spec import value_of
 from fusewright.graph.verify import UNTRUSTED
 from fusewright.graph.view import GraphIndex, is_projection
-from fusewright.interface import Backend, Dim, OpView, Region, TensorSpec, Value, Verdict, Why
+from fusewright.interface import Backend, Dim, OpView, Region, TensorSpec, Value, Verdict, Why, hint
+from fusewright.ops import OPS, Kind
 from fusewright.partition.cost import work
 from fusewright.plan.order import closure
 from fusewright.sizes.expr import names
-from fusewright.storage import lazy
+from fusewright.storage import lazy, shared_elements
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +54,8 @@ def ask(backend: Backend, op: OpView, node: Node) -> Verdict:
     for v in (*op.inputs(), *op.outs):
         if isinstance(v.spec, TensorSpec) and v.spec.rank and not v.spec.stride:
             return Verdict(Why.LAYOUT, "a sparse or opaque layout")
+    if op.op in OPS and OPS[op.op].kind is not Kind.VIEW and any(_shares(v.spec) for v in op.outs):
+        return Verdict(Why.LAYOUT, "a result whose elements share memory: eager's last write to each of them stays")
     if any(lazy(value_of(n)) for n in (node, *node.all_input_nodes)):
         return Verdict(Why.LAYOUT, "a view that negates or conjugates, or zeros without memory: memory is not the value")
     try:
@@ -62,6 +65,11 @@ def ask(backend: Backend, op: OpView, node: Node) -> Verdict:
     if not isinstance(verdict, Verdict):
         return Verdict(Why.SUPPORTS_RAISED, f"supports() returned {verdict!r}, not a Verdict")
     return verdict
+
+
+def _shares(spec: TensorSpec | None) -> bool:
+    """Whether elements share memory, or may; of symbolic sizes, those that were traced."""
+    return spec is not None and shared_elements([hint(n) for n in spec.shape], [hint(s) for s in spec.stride])
 
 
 def partition(backend: Backend, index: GraphIndex, denied: Mapping[str, Verdict]) -> Partition:

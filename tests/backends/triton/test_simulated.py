@@ -98,6 +98,37 @@ def test_symbolic_sizes(backend: str) -> None:
     assert len(reports) == 1
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_bias_of_a_convolution_whose_geometry_is_symbolic(backend: str) -> None:
+    """A kernel adds it, and torch's own call gets the numbers of the call."""
+    w, bias = torch.randn(4, 3, 2, 2), torch.randn(4)
+
+    def strided(x: Tensor, step: int) -> Tensor:
+        return F.conv2d(x, w, bias, step, step - 1, step).relu()
+
+    compiled = simulated(strided, backend, fallback="allow")
+    for step in (2, 3, 5):
+        x = torch.randn(2, 3, 9, 8)
+        torch.testing.assert_close(compiled(x, step), strided(x, step))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_weights_of_symbolic_sizes(backend: str, dtype: torch.dtype) -> None:
+    """Hypernetworks make them. Inputs have fixed sizes."""
+
+    def layers(x: Tensor, kernel: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        return F.gelu(F.conv2d(x, kernel, bias)), F.gelu(F.linear(x, weight, bias))
+
+    compiled = simulated(layers, backend, fallback="allow")
+    x = torch.randn(2, 3, 5, 5, dtype=dtype)
+    for width in (4, 7):
+        weights = [torch.randn(width, *shape, dtype=dtype) for shape in ((3, 2, 2), (5,), ())]
+        for w in weights:
+            torch._dynamo.mark_dynamic(w, 0)
+        torch.testing.assert_close(compiled(x, *weights), layers(x, *weights), rtol=0.05, atol=0.05)
+
+
 def test_an_index_out_of_bounds_is_raised_as_in_eager() -> None:
     def lookup(table: Tensor, ids: Tensor) -> Tensor:
         return F.embedding(ids, table) * 2

@@ -44,7 +44,7 @@ def bias_reason(op: OpView) -> str | None:
     x, bias = spec_of(op.arg("input")), op.arg("bias")
     if bias is None:
         return "no bias"
-    if 0 in spec_of(op.out).shape or not isinstance(x.shape[1], int):
+    if 0 in spec_of(op.out).shape or not isinstance(x.shape[1], int) or not spec_of(bias).static:
         return "empty, or channels of symbolic number"
     if op.arg("groups") == x.shape[1] > 1:
         return "torch's own kernels of depthwise convolutions add the bias"

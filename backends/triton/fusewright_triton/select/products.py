@@ -30,7 +30,7 @@ HALF = (torch.bfloat16, torch.float16)
 def reason(op: OpView) -> str | None:
     """Return why a linear stays torch's own call."""
     x, w = spec_of(op.arg("input")), spec_of(op.arg("weight"))
-    if not x.static or w.rank != 2 or x.rank < 2 or 0 in (*x.shape, *w.shape):
+    if not (x.static and w.static) or w.rank != 2 or x.rank < 2 or 0 in (*x.shape, *w.shape):
         return "symbolic, empty or no matrix"
     return "mixed dtypes" if x.dtype != w.dtype else None
 

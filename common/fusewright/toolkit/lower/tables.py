@@ -80,8 +80,6 @@ def _sizes(op: OpView) -> Verdict | None:
     made = [v.spec for v in op.outs if v.spec is not None]
     if any(0 in shape_of(s) for s in inputs) or all(0 in shape_of(s) for s in made):
         return Verdict(Why.TOO_SMALL, "an empty tensor: there is nothing to compute")
-    if not isinstance(rules_of(op)[0], View) and any(map(_overlaps, made)):
-        return Verdict(Why.LAYOUT, "a result whose elements share memory")
     return None
 
 
@@ -94,7 +92,3 @@ def _same_count(op: OpView) -> bool:
     except ShapeMismatch:
         return False
     return True
-
-
-def _overlaps(spec: TensorSpec) -> bool:
-    return any(size != 1 and stride == 0 for size, stride in zip(spec.shape, spec.stride, strict=True))

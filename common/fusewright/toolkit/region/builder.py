@@ -154,8 +154,8 @@ class Builder:
     # -- instructions
 
     def call(self, target: str, *args: Any, out: Value, op: OpView | None = None) -> None:
-        """Add a call that makes `out` with the graph's strides."""
-        self._instructions.append(Call(target, args, (out.id,), op_id=op.id if op else None))
+        """Add a call that makes `out` with the graph's strides. Numbers among `args` may be symbols."""
+        self._instructions.append(Call(target, _numbers(args), (out.id,), op_id=op.id if op else None))
 
     def library(self, target: str, *args: Any, out: Value, stride: Sequence[int] | None, op: OpView) -> None:
         """Add a call whose result has these strides; None keeps the graph's, for symbolic shapes."""
@@ -343,6 +343,13 @@ class Builder:
         region = replace(self.graph.source, ops=tuple(self.ops))
         verify(region, "calls were written", ordered=False)  # the fuser puts ops in order
         return region
+
+
+def _numbers(arg: Any) -> Any:
+    """Refer to symbolic numbers by their values."""
+    if isinstance(arg, Value) and arg.spec is None:
+        return Ref(arg.id)
+    return tuple(map(_numbers, arg)) if isinstance(arg, tuple) else arg
 
 
 def _is_view(op: OpView) -> bool:
