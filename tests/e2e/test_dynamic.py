@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from fusewright import report
@@ -203,3 +206,26 @@ def test_a_product_whose_summed_size_is_symbolic() -> None:
     for rows, size in ((5, 8), (4, 7), (9, 16)):
         x, y = torch.randn(3, size, rows).mT, torch.randn(3, size)
         torch.testing.assert_close(compiled(x, y), fn(x, y))
+
+
+@pytest.mark.parametrize(
+    "windows",
+    [
+        lambda x: F.unfold(x, 3, padding=1, stride=2),
+        lambda x: F.fold(x.flatten(2).repeat(1, 9, 1), (10, 10), 3, stride=2),
+        lambda x: F.avg_pool2d(x, 3, 2, ceil_mode=True),
+        lambda x: F.max_pool2d(x, 3, 2, ceil_mode=True),
+    ],
+    ids=["unfold", "fold", "avg_pool2d", "max_pool2d"],
+)
+def test_windows_of_any_number_of_images_are_kernels_in_training(windows: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    twin = torch.compile(lambda x: windows(x.sin()).square().sum(), backend=BACKEND, options={"fallback": "error"})
+    with report.recording() as reports:
+        for n in (2, 5):
+            x = torch.randn(n, 3, 4, 4, requires_grad=True)
+            same = x.detach().clone().requires_grad_()
+            torch._dynamo.mark_dynamic(x, 0)
+            twin(x).backward()
+            windows(same.sin()).square().sum().backward()
+            torch.testing.assert_close(x.grad, same.grad)
+    assert len(reports) == 2  # forward and backward

@@ -184,6 +184,26 @@ def _window(a: Args, n: Any, i: int) -> Any:
     return out - 1 if (out - 1) * s >= n + p else out
 
 
+def columns(a: Args) -> tuple[Shape]:
+    """[..., c, h, w] -> [..., c * elements of a window, windows]."""
+    *lead, c, h, w = shape(a["self"])
+    windows = [
+        (n + 2 * _at(a["padding"], i) - _at(a["dilation"], i) * (_at(a["kernel_size"], i) - 1) - 1) // _at(a["stride"], i) + 1
+        for i, n in enumerate((h, w))
+    ]
+    return ((*lead, c * _elements(a), windows[0] * windows[1]),)
+
+
+def from_columns(a: Args) -> tuple[Shape]:
+    """[..., c * elements of a window, windows] -> [..., c, *output_size]."""
+    *lead, c, _ = shape(a["self"])
+    return ((*lead, c // _elements(a), *a["output_size"]),)
+
+
+def _elements(a: Args) -> Any:
+    return _at(a["kernel_size"], 0) * _at(a["kernel_size"], 1)
+
+
 def resized(spatial: int) -> ShapeRule:
     """`output_size` in place of the last `spatial` dimensions."""
     return named(lambda a: ((*shape(a["self"])[:-spatial], *a["output_size"]),), f"resized{spatial}d")

@@ -215,6 +215,12 @@ CASES: Cases = {
     "roll": (c(X, [1], [1]), c(X, [1, 2], [0, 1]), c(X, [3]), c(t(), [3])),
     "flip": (c(X, [0]), c(X, [0, -1])),
     "repeat": (c(X, [2, 1, 3]),),
+    "im2col": (
+        c(IMAGE, [3, 3], [1, 1], [1, 1], [2, 2]),
+        c(LAST, [3, 2], [1, 2], [1, 0], [2, 1]),
+        c(IMAGE, [3, 3], [2, 3], [2, 3], [2, 2]),
+        c(t(4, 6, 6), [2, 2], [1, 1], [0, 0], [2, 2]),
+    ),
     "tril": (c(X), c(t(2, 3, 4), 1)),
     "triu": (c(X), c(X, -1)),
     "bucketize": (c(X, given(-1.0, 0.0, 1.0)), c(X, given(-1.0, 0.0, 1.0), out_int32=True, right=True)),
@@ -225,6 +231,12 @@ CASES: Cases = {
         c(X, 1, index(3, 5, size=4), t(3, 5), reduce, include_self=own)
         for reduce in ("sum", "prod", "mean", "amax", "amin")
         for own in (True, False)
+    ),
+    "col2im": (
+        c(t(2, 36, 9), [6, 6], [3, 3], [1, 1], [1, 1], [2, 2]),
+        c(t(2, 24, 12), [6, 6], [3, 2], [1, 2], [1, 0], [2, 1]),
+        c(t(2, 36, 9), [6, 6], [3, 3], [2, 3], [2, 3], [2, 2]),
+        c(t(16, 9), [6, 6], [2, 2], [1, 1], [0, 0], [2, 2]),
     ),
     "index_put": (
         c(X, [given(2, 0, dtype=I64)], t(2, 4)),
@@ -341,6 +353,7 @@ CASES: Cases = {
         c(IMAGE, [2, 2]),
         c(LAST, [3, 3], [2, 2], [1, 1]),
         c(IMAGE, [3, 3], [2, 2], [0, 0], [1, 1], True),
+        c(IMAGE, [2, 3], [1, 2], [1, 1], [3, 2], True),
     ),
     "avg_pool2d": (
         c(IMAGE, [2, 2]),
@@ -349,8 +362,9 @@ CASES: Cases = {
         c(IMAGE, [3, 3], [1, 1], [1, 1], False, False),
         c(IMAGE, [3, 2], [2, 1], [1, 1], False, True),
         c(IMAGE, [3, 3], [2, 2], [1, 0], False, False, 5),
+        c(LAST, [3, 3], [2, 2], [1, 1], True, True),
     ),
-    "avg_pool1d": (c(t(2, 4, 9), [2]), c(t(2, 4, 9), [3], [2], [1])),
+    "avg_pool1d": (c(t(2, 4, 9), [2]), c(t(2, 4, 9), [3], [2], [1]), c(t(4, 9), [4], [3], [1], True, False)),
     "adaptive_avg_pool2d": (c(IMAGE, [1, 1]), c(IMAGE, [4, 3])),
     "adaptive_max_pool2d": (c(IMAGE, [1, 1]), c(IMAGE, [3, 2])),
     "upsample_nearest2d": (c(IMAGE, [12, 9]), c(IMAGE, [12, 12], 2.0, 2.0)),
@@ -513,8 +527,16 @@ CASES: Cases = {
     "mse_loss_backward": (c(t(), X, Y, 1), c(X, X, Y, 0)),
     "smooth_l1_loss_backward": (c(t(), X, Y, 1, 0.5),),
     "weight_norm_backward": (saved(weight_norm, t(3, 4, 5), t(3, 4, 5), t(3, 1, 1, low=0.5, high=2), 0),),
-    "max_pool2d_backward": (saved(max_pool, t(2, 4, 3, 3), IMAGE, [3, 3], [2, 2], [1, 1], [1, 1], False),),
-    "avg_pool2d_backward": (c(t(2, 4, 3, 3), IMAGE, [2, 2], [2, 2], [0, 0], False, True, None),),
+    "max_pool2d_backward": (
+        saved(max_pool, t(2, 4, 3, 3), IMAGE, [3, 3], [2, 2], [1, 1], [1, 1], False),
+        saved(max_pool, t(2, 4, 3, 3), IMAGE, [2, 2], [2, 3], [1, 1], [3, 1], True),
+    ),
+    "avg_pool2d_backward": (
+        c(t(2, 4, 3, 3), IMAGE, [2, 2], [2, 2], [0, 0], False, True, None),
+        c(t(2, 4, 4, 4, channels_last=True), LAST, [3, 3], [2, 2], [1, 1], True, False, None),
+        c(t(2, 4, 4, 4), IMAGE, [3, 3], [2, 2], [1, 1], True, True, None),
+        c(t(2, 4, 3, 7), IMAGE, [3, 2], [2, 1], [1, 1], False, True, 5),
+    ),
     "adaptive_avg_pool2d_backward": (c(t(2, 4, 4, 3), IMAGE),),
     "upsample_nearest2d_backward": (c(t(2, 4, 12, 12), [12, 12], [2, 4, 6, 6], None, None),),
     "upsample_bilinear2d_backward": (c(t(2, 4, 12, 12), [12, 12], [2, 4, 6, 6], False, None, None),),

@@ -97,6 +97,14 @@ def replicate_ref(x: Any, padding: Any) -> Any:
     return F.pad(x, list(padding), mode="replicate")
 
 
+def im2col_ref(x: Any, kernel_size: Any, dilation: Any, padding: Any, stride: Any) -> Any:
+    return F.unfold(x, kernel_size, dilation, padding, stride)
+
+
+def col2im_ref(x: Any, output_size: Any, kernel_size: Any, dilation: Any, padding: Any, stride: Any) -> Any:
+    return F.fold(x, tuple(output_size), kernel_size, dilation, padding, stride)
+
+
 def cat_ref(tensors: Any, dim: int = 0) -> Any:
     return torch.cat(list(tensors), dim)
 
@@ -129,6 +137,8 @@ ROWS: tuple[Op, ...] = (
     _op("flip", "aten::flip", dt.SELF, sh.SAME, torch.flip, "dims reversed"),
     _op("repeat", "aten::repeat", dt.SELF, sh.repeated, lambda x, repeats: x.repeat(*repeats), "tiled",
         "ONNX Tile"),
+    _op("im2col", "aten::im2col", dt.SELF, sh.columns, im2col_ref,
+        "windows of an image as columns, with zeros around the image", "Chellapilla et al., 2006"),
     _op("tril", "aten::tril", dt.SELF, sh.SAME, torch.tril, "zero above a diagonal"),
     _op("triu", "aten::triu", dt.SELF, sh.SAME, torch.triu, "zero below a diagonal"),
     _op("bucketize", "aten::bucketize.Tensor", dt.index_dtype, sh.SAME, torch.bucketize,
@@ -141,6 +151,8 @@ ROWS: tuple[Op, ...] = (
         "out[index[i][j]] += src[i][j] along dim"),
     _scatter("scatter_reduce", "aten::scatter_reduce.two", dt.SELF, sh.SAME, scatter_reduce_ref,
              "scatter that folds by sum, prod, mean, amax or amin"),
+    _scatter("col2im", "aten::col2im", dt.SELF, sh.from_columns, col2im_ref,
+        "columns added up where an image has the windows: gradient of im2col"),
     _scatter("index_put", "aten::index_put", dt.SELF, sh.SAME, index_put_ref,
         "out[indices] = values, or += when accumulate"),
     _scatter("index_add", "aten::index_add", dt.SELF, sh.SAME, index_add_ref,

@@ -29,9 +29,10 @@ POLICY = DevicePolicy()
 class Unplaceable(Exception):
     """Ops that cannot form one kernel (or a single op that cannot form any)."""
 
-    def __init__(self, ops: Sequence[OpView], why: str) -> None:
+    def __init__(self, ops: Sequence[OpView], why: str, inlined: Iterable[int] = ()) -> None:
         super().__init__(why)
-        self.groups = (frozenset(op.id for op in ops),)
+        self.groups = {frozenset(op.id for op in ops): frozenset(inlined)}
+        """Their ids, and those of the inlined ops that they read."""
 
 
 class NoKernels(Exception):
@@ -39,7 +40,7 @@ class NoKernels(Exception):
 
     def __init__(self, groups: Iterable[Unplaceable]) -> None:
         super().__init__("groups that are no kernels")
-        self.groups = tuple(ids for g in groups for ids in g.groups)
+        self.groups = {ids: inlined for g in groups for ids, inlined in g.groups.items()}
 
 
 class BetterEager(Exception):
@@ -101,11 +102,13 @@ def fuse(
             plain |= dict.fromkeys(e.ops & whole, "eager")  # stored whole, and still not known to be checked in full
             whole |= e.ops
         except (NoKernels, Unplaceable) as e:
-            for ids in e.groups:
-                if len(ids) == 1 or ids <= solo:
-                    plain |= dict.fromkeys(ids, "eager")
-                else:
+            for ids, inlined in e.groups.items():
+                if len(ids) > 1 and not ids <= solo:
                     solo |= ids
+                elif inlined - whole:
+                    whole |= inlined
+                else:
+                    plain |= dict.fromkeys(ids, "eager")
         if known == (len(plain), len(solo), len(whole)):
             raise AssertionError(f"{region.name} is planned again with nothing changed")
 
@@ -271,12 +274,26 @@ class _Planner:
                 parts = in_steps(self._kernel(group, stored), self._temporary(group), self.policy.splits)
                 instructions = tuple(self._launch(part, ops) for part in parts)
         except (NotAligned, IndexTooComplex, ShapeMismatch) as e:
-            raise Unplaceable(ops, str(e)) from e
+            raise Unplaceable(ops, str(e), self._inlined(ops)) from e
         made = frozenset(o for i in instructions for o in i.outs)
         read = frozenset(r for i in instructions for r in reads(i)) - made
         self.out.items.append(_Item(max(self.position[op.id] for op in ops), instructions, read, made))
         for op in ops:
             self.out.notes[op.id] = f"kernel {instructions[-1].kernel[:8]}"
+
+    def _inlined(self, ops: Sequence[OpView]) -> set[int]:
+        """The ids of the inlined ops that these read."""
+        found: set[int] = set()
+        todo = [v for op in ops for v in op.inputs()]
+        while todo:
+            made = self.flow.producer.get(todo.pop().id)
+            if made is None or made[0].id in found:
+                continue
+            if self.flow.is_inline(made[0]):
+                found.add(made[0].id)
+            elif self.flow.is_view(made[0]):
+                todo.extend(made[0].inputs())
+        return found
 
     def _kernel(self, group: Group, stored: set[int]) -> Built:
         roots = roots_of(group, stored)

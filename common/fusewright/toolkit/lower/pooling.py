@@ -1,175 +1,336 @@
-"""Rules of pooling: windows are unrolled, so that adjacent elements are vectorized."""
+"""Rules of windows over images: pooling, im2col, and their gradients. Windows are unrolled, so that adjacent elements are
+vectorized; a gradient is gathered from the windows that hold an element, so that nothing is scattered."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fusewright.interface import OpView
+from fusewright.interface import OpView, TensorSpec
 from fusewright.toolkit.ir import Index, Val
 from fusewright.toolkit.lower.movement import out_type
-from fusewright.toolkit.rules.kinds import Evaluator, Map, Table
-from fusewright.toolkit.rules.space import At, shape_of
+from fusewright.toolkit.rules.kinds import Check, Evaluator, Map, Table
+from fusewright.toolkit.rules.space import At, Shape, ShapeMismatch, factor_groups, shape_of
 
 MAX_WINDOW = 25
 """Largest window that is unrolled, in elements."""
-MAX_WINDOWS = 4
-"""The most windows of an element whose gradients are gathered."""
+MAX_WINDOWS = 25
+"""The most windows of an element that are added up."""
+MAX_MAXIMA = 4
+"""The most windows of an element that are asked whether it is their maximum: eager adds to one element for each window."""
 
 
-def _two(value: Any) -> tuple[int, int]:
-    """A parameter for height and width."""
-    found = tuple(value) if isinstance(value, Sequence) else (value,)
-    return (found[0], found[-1])
+@dataclass(frozen=True)
+class Side:
+    """The windows along one dimension of an image. `length` is the image's, `count` the number of windows."""
 
+    size: int
+    stride: int
+    padding: int
+    dilation: int
+    length: int
+    count: int
 
-def _window(op: OpView) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
-    """(size, stride, padding)."""
-    size = _two(op.arg("kernel_size"))
-    return size, _two(op.arg("stride") or size), _two(op.arg("padding"))
+    @property
+    def overlap(self) -> int:
+        """How many windows `holding` looks at."""
+        return -(-self.size // self.stride) if self.dilation == 1 else self.size
+
+    def start(self, window: Index) -> Index:
+        """The position in the image at which a window starts; negative in the padding."""
+        return window * self.stride - self.padding
+
+    def element(self, e: Evaluator, window: Index, i: Index | int) -> tuple[Index, Val | None]:
+        """The position of a window's element `i` in the image, and whether it is inside; None: always."""
+        place = self.start(window) + i * self.dilation
+        first, last = (0, self.size - 1) if isinstance(i, Index) else (i, i)
+        highest = (self.count - 1) * self.stride + last * self.dilation - self.padding
+        return place, _inside(e, place, first * self.dilation - self.padding, highest, self.length)
+
+    def holding(self, e: Evaluator, place: Index) -> Iterator[tuple[Index, Index, Val | None]]:
+        """What may hold an element of the image: the number of the element in a window, the window, and whether it does."""
+        place = place + self.padding
+        for i in range(self.overlap):
+            if self.dilation == 1:  # the window of each `stride` numbers has one that fits
+                behind, number = i * self.stride, place % self.stride + i * self.stride
+            else:
+                behind, number = i * self.dilation, place * 0 + i
+            window, lowest = (place - behind) // self.stride, (self.padding - behind) // self.stride
+            highest = (self.length - 1 + self.padding - behind) // self.stride
+            there, fits = _inside(e, window, lowest, highest, self.count), None
+            if self.dilation > 1 and self.stride > 1:
+                fits = e.position((place - behind) % self.stride).eq(0)
+            elif self.dilation == 1 and (i + 1) * self.stride > self.size:  # the window may end before the element
+                fits = e.position(place % self.stride) < self.size - i * self.stride
+            yield number, window, _both(e, there, fits)
+
+    def extent(self, e: Evaluator, window: Index, padded: bool) -> Val | int:
+        """How many elements of a window lie inside the image; `padded`: or inside its padding."""
+        low, high = (-self.padding, self.length + self.padding) if padded else (0, self.length)
+        before, behind = -self.padding < low, (self.count - 1) * self.stride - self.padding + self.size > high
+        if not (before or behind):
+            return self.size
+        start, end = e.position(self.start(window)), e.position(self.start(window) + self.size)
+        end = e.b.op("minimum", end, e.const(high, "i64")) if behind else end
+        return end - (e.b.op("maximum", start, e.const(low, "i64")) if before else start)
 
 
 def _inside(e: Evaluator, at: Index, lowest: int, highest: int, size: int) -> Val | None:
     """Whether a position in the range lowest..highest is inside the tensor; None: always."""
-    tests = []
-    if lowest < 0:
-        tests.append(e.position(at) >= 0)
-    if highest >= size:
-        tests.append(e.position(at) < size)
-    return e.b.op("and", *tests) if len(tests) == 2 else tests[0] if tests else None
+    above = e.position(at) >= 0 if lowest < 0 else None
+    return _both(e, above, e.position(at) < size if highest >= size else None)
 
 
-@dataclass
-class _Windows:
-    """Windows of an image: the origin of one, and its elements in memory order."""
+def _both(e: Evaluator, a: Val | None, b: Val | None) -> Val | None:
+    """Whether both hold; None: always."""
+    return b if a is None else a if b is None else e.b.op("and", a, b)
 
-    e: Evaluator
-    op: OpView
-    at: At
 
-    def __post_init__(self) -> None:
-        self.shape = shape_of(self.op.arg("self").spec)
-        self.size, self.stride, self.padding = _window(self.op)
-        self.top, self.left = (
-            self.at.dims[d] * s - p for d, s, p in zip((-2, -1), self.stride, self.padding, strict=True)
-        )
-        self.limits = int(self.shape[-2]), int(self.shape[-1])  # type: ignore[arg-type]
+def _each(value: Any, dims: int) -> tuple[int, ...]:
+    """A parameter for each dimension."""
+    found = tuple(value) if isinstance(value, Sequence) else (value,)
+    return found * dims if len(found) == 1 else found
 
-    def elements(self) -> Iterator[tuple[int, int, Val, Val | None]]:
-        """(row, column, element, whether it is inside; None: always)."""
-        e, x, t = self.e, self.op.arg("self"), out_type(self.op)
-        (sh, sw), (ph, pw) = self.stride, self.padding
-        rows, columns = (int(s) for s in self.at.shape[-2:])  # type: ignore[arg-type]
-        for i in range(self.size[0]):
-            above = _inside(e, self.top + i, i - ph, (rows - 1) * sh + i - ph, self.limits[0])
-            for j in range(self.size[1]):
-                beside = _inside(e, self.left + j, j - pw, (columns - 1) * sw + j - pw, self.limits[1])
-                here = above if beside is None else beside if above is None else e.b.op("and", above, beside)
-                source = At(self.shape, (*self.at.dims[:-2], self.top + i, self.left + j))
-                if here is None:
-                    v = e(x, source, t)
-                else:
-                    with e.masked(here):
-                        v = e(x, source, t)
-                yield i, j, v, here
+
+def _parameters(op: OpView, dims: int) -> tuple[tuple[int, ...], ...]:
+    """Size, stride, padding and dilation of a window, each for every dimension."""
+    size = op.arg("kernel_size")
+    dilation = op.arg("dilation") if "dilation" in op.argnames else 1
+    return tuple(_each(x, dims) for x in (size, op.arg("stride") or size, op.arg("padding"), dilation))
+
+
+def _sides(op: OpView, image: Sequence[Any], made: Sequence[Any]) -> tuple[Side, ...]:
+    """The dimensions of an image, whose windows have the sizes `made`."""
+    lengths = map(int, image[-len(made) :])
+    return tuple(itertools.starmap(Side, zip(*_parameters(op, len(made)), lengths, map(int, made), strict=True)))
+
+
+def _pooled(op: OpView, made: TensorSpec, dims: int = 2) -> tuple[Side, ...]:
+    """The dimensions of an image that is pooled to `made`."""
+    return _sides(op, shape_of(op.arg("self").spec), shape_of(made)[-dims:])
+
+
+def _where(e: Evaluator, inside: Val | None) -> contextlib.AbstractContextManager[None]:
+    """Evaluate values only where they are inside; None: everywhere."""
+    return contextlib.nullcontext() if inside is None else e.masked(inside)
+
+
+def _read(e: Evaluator, x: Any, at: At, inside: Val | None, dtype: str, factor: Val | None = None) -> Val:
+    """An element, times a factor, or zero where it is not inside."""
+    with _where(e, inside):
+        v = e(x, at, dtype)
+    v = v if factor is None else v * factor
+    return v if inside is None else e.b.where(inside, v, e.const(0, dtype))
+
+
+# ---- pooling ----
+
+
+def _elements(
+    e: Evaluator, sides: Sequence[Side], windows: Sequence[Index], inside: Val | None = None, *chosen: tuple[int, Index]
+) -> Iterator[tuple[tuple[int, ...], tuple[Index, ...], Val | None]]:
+    """The elements of a window in memory order: the number along each dimension, the place in the image, whether it is inside."""
+    if len(chosen) == len(sides):
+        yield tuple(i for i, _ in chosen), tuple(p for _, p in chosen), inside
+        return
+    side, window = sides[len(chosen)], windows[len(chosen)]
+    for i in range(side.size):
+        place, there = side.element(e, window, i)
+        yield from _elements(e, sides, windows, _both(e, inside, there), *chosen, (i, place))
 
 
 def _max_pool(e: Evaluator, op: OpView, k: int, at: At) -> Val:
     """As in eager: in memory order, a NaN or an element larger than all before replaces the maximum."""
-    w = _Windows(e, op, at)
-    width = w.limits[1]
-    best, place = e.const(-math.inf, out_type(op)), _first(e, w.top, w.left, width)
-    for i, j, v, here in w.elements():
+    down, across = sides = _pooled(op, op.out.spec)  # type: ignore[arg-type]
+    image, width, t = shape_of(op.arg("self").spec), across.length, out_type(op)
+    best, place = e.const(-math.inf, t), _first(e, at, sides)
+    for (i, j), source, here in _elements(e, sides, at.dims[-2:]):
+        with _where(e, here):
+            v = e(op.arg("self"), At(image, (*at.dims[:-2], *source)), t)
         better = e.b.op("or", v > best, e.b.op("isnan", v))
         better = better if here is None else e.b.op("and", better, here)
         best = e.b.where(better, v, best)
-        place = e.b.where(better, e.const(i * width + j, "i32"), place)
+        place = e.b.where(better, e.const(i * down.dilation * width + j * across.dilation, "i32"), place)
     if not k:
         return best
-    corner = e.b.cast(e.position(w.top * width + w.left), "i32")
+    corner = e.b.cast(e.position(down.start(at.dims[-2]) * width + across.start(at.dims[-1])), "i32")
     return e.b.cast(e.b.op("add", corner, place), "i64")
 
 
-def _first(e: Evaluator, top: Index, left: Index, width: int) -> Val:
-    """The position in the window of its first element, which is the result if all are -inf."""
-    zero = e.const(0, "i64")
-    down, right = (e.b.op("maximum", e.b.op("neg", e.position(p)), zero) for p in (top, left))
-    return e.b.cast(e.b.op("add", down * width, right), "i32")
+def _first(e: Evaluator, at: At, sides: Sequence[Side]) -> Val:
+    """The position in the window of its first element inside, which is the result if all are -inf."""
+    zero, skipped = e.const(0, "i64"), []
+    for side, window in zip(sides, at.dims[-2:], strict=True):
+        n = e.b.op("maximum", e.b.op("neg", e.position(side.start(window))), zero)
+        if side.dilation > 1:
+            n = e.b.op("floordiv", n + (side.dilation - 1), e.const(side.dilation, "i64")) * side.dilation
+        skipped.append(n)
+    return e.b.cast(e.b.op("add", skipped[0] * sides[1].length, skipped[1]), "i32")
 
 
 def _max_pool_backward(e: Evaluator, op: OpView, k: int, at: At) -> Val:
-    """The sum of the gradients of the windows whose maximum is this element, so that nothing is scattered."""
+    """The sum of the gradients of the windows whose maximum is this element."""
     grad, indices = op.arg("grad_output"), op.arg("indices")
-    shape, t = shape_of(grad.spec), out_type(op)
+    t = out_type(op)
     here = e.b.cast(e.position(at.dims[-2] * at.shape[-1] + at.dims[-1]), "i32")
     total = e.const(0, t)
-    for row, above in _windows_over(e, op, at, 0):
-        for column, beside in _windows_over(e, op, at, 1):
-            inside = above if beside is None else beside if above is None else e.b.op("and", above, beside)
-            window = At(shape, (*at.dims[:-2], row, column))
-            with contextlib.nullcontext() if inside is None else e.masked(inside):
-                found, value = e.b.cast(e(indices, window, "i64"), "i32").eq(here), e(grad, window, t)
-            found = found if inside is None else e.b.op("and", found, inside)
-            total = total + e.b.where(found, value, e.const(0, t))
+    for place, inside in _windows(e, _pooled(op, grad.spec), at.dims[-2:]):
+        window = At(shape_of(grad.spec), (*at.dims[:-2], *place))
+        with _where(e, inside):
+            found, value = e.b.cast(e(indices, window, "i64"), "i32").eq(here), e(grad, window, t)
+        found = found if inside is None else e.b.op("and", found, inside)
+        total = total + e.b.where(found, value, e.const(0, t))
     return total
 
 
-def _windows_over(e: Evaluator, op: OpView, at: At, d: int) -> Iterator[tuple[Index, Val | None]]:
-    """The windows that may hold an element, along one dimension, and whether they do; None: always."""
-    size, stride, padding = (x[d] for x in _window(op))
-    place, made = at.dims[d - 2] + padding, int(shape_of(op.arg("grad_output").spec)[d - 2])  # type: ignore[arg-type]
-    last = int(at.shape[d - 2]) - 1 + padding  # type: ignore[arg-type]
-    for i in range(-(-size // stride)):
-        there = _inside(e, place // stride - i, padding // stride - i, last // stride - i, made)
-        if (i + 1) * stride > size:  # the window may end before the element
-            reaches = e.position(place % stride) < size - i * stride
-            there = reaches if there is None else e.b.op("and", there, reaches)
-        yield place // stride - i, there
+def _windows(
+    e: Evaluator, sides: Sequence[Side], places: Sequence[Index], inside: Val | None = None, *chosen: Index
+) -> Iterator[tuple[tuple[Index, ...], Val | None]]:
+    """The windows that may hold an element of an image, and whether they do; None: always."""
+    if len(chosen) == len(sides):
+        yield chosen, inside
+        return
+    for _, window, there in sides[len(chosen)].holding(e, places[len(chosen)]):
+        yield from _windows(e, sides, places, _both(e, inside, there), *chosen, window)
 
 
-def _avg_pool(e: Evaluator, op: OpView, k: int, at: At) -> Val:
-    """The sum of a window divided by its size, or by the size of the part inside."""
-    w, t = _Windows(e, op, at), out_type(op)
-    total = e.const(0, t)
-    for _, _, v, here in w.elements():
-        total = total + (v if here is None else e.b.where(here, v, e.const(0, t)))
-    if op.arg("divisor_override") or op.arg("count_include_pad") or not any(w.padding):
-        return total / (op.arg("divisor_override") or math.prod(w.size))
-    down, across = (
-        _extent(e, first, n, limit) for first, n, limit in zip((w.top, w.left), w.size, w.limits, strict=True)
-    )
-    return total / e.b.cast(down * across, t)
+def _avg_pool(dims: int) -> Callable[[Evaluator, OpView, int, At], Val]:
+    """The sum of a window divided by the number of its elements."""
+
+    def rule(e: Evaluator, op: OpView, k: int, at: At) -> Val:
+        sides, t = _pooled(op, op.out.spec, dims), out_type(op)  # type: ignore[arg-type]
+        total = e.const(0, t)
+        image = shape_of(op.arg("self").spec)
+        for _, source, here in _elements(e, sides, at.dims[-dims:]):
+            total = total + _read(e, op.arg("self"), At(image, (*at.dims[:-dims], *source)), here, t)
+        return total / _divisor(e, op, sides, at.dims[-dims:], t)
+
+    return rule
 
 
-def _extent(e: Evaluator, first: Index, size: int, limit: int) -> Val:
-    """The length of a window's side that is inside."""
-    start = e.b.op("maximum", e.position(first), e.const(0, "i64"))
-    end = e.b.op("minimum", e.position(first + size), e.const(limit, "i64"))
-    return end - start
+def _avg_pool_backward(e: Evaluator, op: OpView, k: int, at: At) -> Val:
+    """The sum of the gradients of the windows that hold an element, each divided as its window's sum was."""
+    grad, t = op.arg("grad_output"), out_type(op)
+    sides, total = _pooled(op, grad.spec), e.const(0, t)
+    divisor: Val | int = 1
+    for place, inside in _windows(e, sides, at.dims[-2:]):
+        window, divisor = At(shape_of(grad.spec), (*at.dims[:-2], *place)), _divisor(e, op, sides, place, t)
+        # the elements of a vector mostly share windows: one division for all, as a reciprocal
+        total = total + _read(e, grad, window, inside, t, None if isinstance(divisor, int) else e.const(1, t) / divisor)
+    return total / divisor if isinstance(divisor, int) else total
 
 
-def _plain(op: OpView) -> str | None:
-    spec = op.arg("self").spec
-    if not spec.static or not spec.dtype.is_floating_point:
-        return "a symbolic size, or integers"
-    dilated = op.op.startswith("max_pool2d") and _two(op.arg("dilation")) != (1, 1)
-    if dilated or op.arg("ceil_mode"):
-        return "a dilated window, or one that ends outside"
-    return "a large window" if math.prod(_window(op)[0]) > MAX_WINDOW else None
+def _divisor(e: Evaluator, op: OpView, sides: Sequence[Side], window: Sequence[Index], dtype: str) -> Val | int:
+    """What the sum of a window is divided by; a number if it is the same for all."""
+    if "divisor_override" in op.argnames and op.arg("divisor_override"):
+        return int(op.arg("divisor_override"))
+    known, product = 1, None
+    for side, place in zip(sides, window, strict=True):
+        n = side.extent(e, place, op.arg("count_include_pad"))
+        if isinstance(n, int):
+            known *= n
+        else:
+            product = n if product is None else product * n
+    return known if product is None else e.b.cast(product * known, dtype)
 
 
-def _few_windows(op: OpView) -> str | None:
-    size, stride, _ = _window(op)
-    many = math.prod(-(-z // s) for z, s in zip(size, stride, strict=True)) > MAX_WINDOWS
-    dense = op.arg("grad_output").spec.static and not many
-    return _plain(op) if dense else "a symbolic size, or elements in many windows"
+# ---- images as columns ----
+
+
+def _im2col(e: Evaluator, op: OpView, k: int, at: At) -> Val:
+    """An element of a window; zero in the padding."""
+    image = shape_of(op.arg("self").spec)
+    down, across = sides = _columns(op, op.arg("self").spec)
+    *lead, i, j, row, column = at.reshape(_spread(image, *sides)).dims
+    (y, above), (x, beside) = down.element(e, row, i), across.element(e, column, j)
+    return _read(e, op.arg("self"), At(image, (*lead, y, x)), _both(e, above, beside), out_type(op))
+
+
+def _col2im(e: Evaluator, op: OpView, k: int, at: At) -> Val:
+    """The sum of a pixel in the windows that hold it."""
+    down, across = sides = _columns(op, op.out.spec)  # type: ignore[arg-type]
+    cols, t = op.arg("self"), out_type(op)
+    spread, total = _spread(at.shape, *sides), e.const(0, t)
+    for i, row, above in down.holding(e, at.dims[-2]):
+        for j, column, beside in across.holding(e, at.dims[-1]):
+            window = At(spread, (*at.dims[:-2], i, j, row, column)).reshape(shape_of(cols.spec))
+            total = total + _read(e, cols, window, _both(e, above, beside), t)
+    return total
+
+
+def _columns(op: OpView, image: TensorSpec) -> tuple[Side, ...]:
+    """The dimensions of an image whose windows are columns."""
+    made = [
+        (n + 2 * padding - dilation * (size - 1) - 1) // stride + 1
+        for n, size, stride, padding, dilation in zip(map(int, shape_of(image)[-2:]), *_parameters(op, 2), strict=True)  # type: ignore[arg-type]
+    ]
+    return _sides(op, shape_of(image), made)
+
+
+def _spread(image: Shape, down: Side, across: Side) -> Shape:
+    """The shape of columns with a dimension for each of a window's and each of the windows'."""
+    return (*image[:-2], down.size, across.size, down.count, across.count)
+
+
+# ---- what is left to eager ----
+
+
+def _floating(op: OpView, dims: int, *specs: TensorSpec | None) -> str | None:
+    """Images of known height and width, and of real numbers; other sizes may be symbols."""
+    fixed = all(isinstance(n, int) for s in specs if s is not None for n in s.shape[-dims:])
+    fixed = fixed and all(isinstance(n, int) for x in _parameters(op, dims) for n in x)
+    if not fixed:
+        return "a symbolic height or width"
+    return None if op.out.spec is not None and op.out.spec.dtype.is_floating_point else "integers"
+
+
+def _small(dims: int) -> Check:
+    def check(op: OpView) -> str | None:
+        large = math.prod(_parameters(op, dims)[0]) > MAX_WINDOW
+        return _floating(op, dims, op.arg("self").spec, op.out.spec) or ("a large window" if large else None)
+
+    return check
+
+
+def _few(most: int) -> Check:
+    def check(op: OpView) -> str | None:
+        image, grad = op.arg("self").spec, op.arg("grad_output").spec
+        return _floating(op, 2, image, grad) or _overlapping(_pooled(op, grad), most)
+
+    return check
+
+
+def _overlapping(sides: Sequence[Side], most: int) -> str | None:
+    return "elements in many windows" if math.prod(s.overlap for s in sides) > most else None
+
+
+def _known_image(op: OpView) -> str | None:
+    fixed = all(isinstance(n, int) for n in op.arg("self").spec.shape[-2:])
+    return None if fixed else "a symbolic height or width"
+
+
+def _few_columns(op: OpView) -> str | None:
+    why = _floating(op, 2, op.out.spec)
+    if why is not None or op.out.spec is None:
+        return why
+    sides = _columns(op, op.out.spec)
+    try:
+        factor_groups(_spread(shape_of(op.out.spec), *sides), shape_of(op.arg("self").spec))
+    except ShapeMismatch:
+        return "sizes that are not known to fit together"
+    return _overlapping(sides, MAX_WINDOWS)
 
 
 TABLE: Table = {
-    "max_pool2d": (Map(_max_pool, _plain, cost=60),),
-    "max_pool2d_backward": (Map(_max_pool_backward, _few_windows, cost=100),),
-    "avg_pool2d": (Map(_avg_pool, _plain, cost=60),),
+    "max_pool2d": (Map(_max_pool, _small(2), cost=60),),
+    "max_pool2d_backward": (Map(_max_pool_backward, _few(MAX_MAXIMA), cost=100),),
+    "avg_pool1d": (Map(_avg_pool(1), _small(1), cost=20),),
+    "avg_pool2d": (Map(_avg_pool(2), _small(2), cost=60),),
+    "avg_pool2d_backward": (Map(_avg_pool_backward, _few(MAX_WINDOWS), cost=60),),
+    "im2col": (Map(_im2col, _known_image, cost=12),),
+    "col2im": (Map(_col2im, _few_columns, cost=60),),
 }

@@ -103,8 +103,18 @@ class At:
     def dims(self) -> tuple[Index, ...]:
         if self._dims is None:
             assert self._from is not None
-            self._dims = _regroup(self._from.dims, self._from.shape, self.shape)
+            self._dims = self._regrouped(self._from)
         return self._dims
+
+    def _regrouped(self, origin: At) -> tuple[Index, ...]:
+        """The indices, from those of the shape before; or, where these take a division that does not simplify, from an earlier one,
+        whose dims may not need any."""
+        try:
+            return _regroup(origin.dims, origin.shape, self.shape)
+        except IndexTooComplex:
+            if origin._from is None:
+                raise
+            return self._regrouped(origin._from)
 
     @property
     def linear(self) -> Index:
