@@ -311,11 +311,12 @@ class Builder:
                     self._restored.add(v.id)  # the graph's value remains available
 
     def _like_images(self, op: OpView) -> tuple[int, ...] | None:
-        """Return channels-last strides for a group norm of such images. Eager's, on GPUs, are those of planes: what adds the norm to
-        its input would read across memory."""
+        """Return channels-last strides for a group norm of such images. On GPUs eager copies them to planes in front of it: what adds
+        the norm to the images would read across memory."""
         if op.op != "group_norm" or self.graph.escapes(op.out):
             return None
-        x, out = self.spec(op.arg("input")), op.out.spec
+        copy = self.graph.producer(op.arg("input"))
+        x, out = self.spec(copy.arg("self") if copy is not None and copy.op == "clone" else op.arg("input")), op.out.spec
         assert out is not None
         alike = out.static and x.shape == out.shape and layout_of(out) == "contiguous" and layout_of(x) == "channels_last"
         return channels_last_strides(out.shape) if alike else None  # type: ignore[arg-type]
