@@ -141,6 +141,44 @@ def test_loops_follow_the_memory_of_the_result() -> None:
     assert fragment.kernels[launch.kernel].p == (120,), "one dense axis, though dim 1 is innermost"
 
 
+def test_loops_follow_memory_through_a_reshape() -> None:
+    """A group norm sees [2, 2, 4, 35]; in memory the four channels of a group are neighbours."""
+    g = Sketch()
+    x = g.input(torch.randn(2, 8, 5, 7).to(memory_format=torch.channels_last))
+    weight, bias = g.input(torch.rand(8)), g.input(torch.rand(8))
+    y = g.op("group_norm", x, weight, bias, 2, 8, 35, 2, 1e-5)
+    fragment, got = run_sketch(g, [y], by_llvm, DevicePolicy())
+    torch.testing.assert_close(got, list(g.expected([y])))
+    (kernel,) = fragment.kernels.values()
+    inner = len(kernel.sizes) - 1
+    images = [n.index for n in kernel.nodes() if n.op in ("load", "store") and n.index and len(n.index.axes()) > 2]
+    assert images and all(i.stride_of(inner) == 1 for i in images)
+
+
+def test_rows_too_long_to_hold_read_a_stored_sum_again_rather_than_all_of_its_operands() -> None:
+    """The residual stream in front of a norm over an image: it is stored in any case."""
+    g = Sketch()
+    x, y, z = (g.input(torch.randn(2, 96)) for _ in range(3))
+    total = g.op("add", g.op("add", x, y), z)
+    outputs = [g.op("layer_norm", total, [96], None, None, 1e-5), total]
+    names = {}
+    for held in (96, 64):
+        fragment, got = run_sketch(g, outputs, by_llvm, DevicePolicy(splits=Splits(held_row=held)))
+        torch.testing.assert_close(got, list(g.expected(outputs)), rtol=1e-4, atol=1e-4)
+        names[held] = [fragment.kernels[i.kernel].name for i in fragment.instructions if isinstance(i, Launch)]
+    assert names == {96: ["add_layer_norm"], 64: ["add", "layer_norm"]}
+
+
+def test_a_cast_to_a_wider_type_is_read_before_it() -> None:
+    """Two kernels that cannot be one read the half type; nobody stores what is twice as large."""
+    g = Sketch()
+    x, y = g.input(torch.randn(64, 32).bfloat16()), g.input(torch.rand(64, 32))
+    wide = g.op("cast", x, torch.float32)
+    total = g.op("sum", wide, [0], True)
+    launches = check(g, [total, g.op("add", g.op("mul", wide, y), total)], 2)
+    assert all(wide.id not in i.outs and Ref(x.id) in i.inputs for i in launches)
+
+
 def test_column_reduction_does_not_swallow_a_tensor_that_others_read() -> None:
     g = Sketch()
     x, y = g.input(torch.randn(16, 8)), g.input(torch.randn(16, 8))

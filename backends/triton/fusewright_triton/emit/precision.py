@@ -1,7 +1,7 @@
 """Which f32 values may be approximate: those that reach memory only after they were rounded to a half type.
 
-Eager rounds the result of each op to the half type, so a relative error of 2^-17 in what a kernel holds in fp32 disappears in it. The
-correctly rounded forms cost up to twenty instructions an element, which a kernel of one silu cannot hide behind its loads."""
+Eager rounds the result of each op to the half type, so a relative error of 2^-17 in what a kernel holds in fp32 disappears in it.
+The correctly rounded forms cost up to twenty instructions an element, which a kernel of one silu cannot hide behind its loads."""
 
 from __future__ import annotations
 

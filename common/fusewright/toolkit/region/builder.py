@@ -311,8 +311,8 @@ class Builder:
                     self._restored.add(v.id)  # the graph's value remains available
 
     def _like_images(self, op: OpView) -> tuple[int, ...] | None:
-        """Return channels-last strides for a group norm of such images. On GPUs eager copies them to planes in front of it: what adds
-        the norm to the images would read across memory."""
+        """Return channels-last strides for a group norm of such images. On GPUs eager copies them to planes in front of it: what
+        adds the norm to the images would read across memory."""
         if op.op != "group_norm" or self.graph.escapes(op.out):
             return None
         copy = self.graph.producer(op.arg("input"))

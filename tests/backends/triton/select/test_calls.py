@@ -253,12 +253,12 @@ def test_images_are_copied_once_for_all_convolutions_that_read_them() -> None:
     y, z = g.conv(x, 8, 8), g.conv(x, 8, 8, 1)
     fragment = lowered(g, [y, z])
     assert targets(fragment)[0].startswith("kernel") and targets(fragment).count("aten::convolution") == 2
-    assert sum(isinstance(i, Launch) for i in fragment.instructions) == 3, "one for the images, and two for the strides of the results"
+    assert sum(isinstance(i, Launch) for i in fragment.instructions) == 3, "one for the images, two for the strides of results"
     check(g, [y, z])
 
 
 def test_a_group_norm_keeps_images_channels_last() -> None:
-    """On GPUs eager copies images to planes in front of it; what adds the norm to its input would read one of them across memory."""
+    """On GPUs eager copies images to planes in front of it; what adds the norm to them would read one of both across memory."""
     g = Net()
     x = g.images(2, 8, 7, 7)
     planes = g.op("clone", x, memory_format=torch.contiguous_format)
