@@ -99,7 +99,7 @@ class Flow:
             depth = max(depth, 1 + self._depth(v))
         size = op.out.spec.bytes_hint()
         small = read * INLINE_BYTES <= size or (tiny and read <= 64) or (read <= size and self._has_one_user(op))
-        small = small or (read * 8 <= size * 9 and self._is_permuted_once(op))
+        small = small or (self._is_permuted_once(op) and (read * 8 <= size * 9 or self._reads_permuted(op)))
         return depth if small and depth <= INLINE_DEPTH else None
 
     def _has_one_user(self, op: OpView, times: int = READ_AGAIN) -> bool:
@@ -121,6 +121,24 @@ class Flow:
         """Whether one kernel op reads the result, in another order: it cannot share a loop with `op` except by computing it."""
         users = self.users.get(op.out.id, ())
         return len(users) == 1 and users[0].op in PERMUTE and self._has_one_user(op, 1)
+
+    def _reads_permuted(self, op: OpView) -> bool:
+        """Whether all that the op reads lies in another order in memory, so that no other order of its result is worse, and its
+        reader takes each element once: rows may be read in several passes."""
+        (user,) = self.users[op.out.id]
+        while self._views(user) and len(self.users.get(user.out.id, ())) == 1:
+            (user,) = self.users[user.out.id]
+        rules = self._rules_of(user)
+        return bool(rules) and isinstance(rules[0], Map) and self._are_permuted(op.inputs())
+
+    def _are_permuted(self, values: Iterable[Value]) -> bool:
+        for v in values:
+            op = self.producer[v.id][0] if v.id in self.producer else None
+            if v.spec is None or (op is not None and op.op in PERMUTE):
+                continue
+            if op is None or not (self.is_view(op) or self.is_inline(op)) or not self._are_permuted(op.inputs()):
+                return False
+        return True
 
     def _views(self, op: OpView) -> bool:
         rules = self._rules_of(op)
