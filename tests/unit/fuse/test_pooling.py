@@ -175,3 +175,15 @@ def test_what_cannot_be_computed_at_the_place_of_a_window_is_stored_first() -> N
     fragment, (ours,) = run_sketch(g, [out], LOADERS["llvm"])
     torch.testing.assert_close(ours, g.expected([out])[0])
     assert kernel_count(fragment) == len(fragment.instructions) == 2
+
+
+def test_a_sum_of_columns_in_another_order_is_computed_in_that_of_its_reader() -> None:
+    """A product follows in VOLO, and channels lie innermost on both sides."""
+    g = Sketch()
+    heads = g.op("permute", g.input(torch.randn(2, 3, 9, 9, 4)), [0, 1, 4, 3, 2])
+    image = g.op("col2im", g.op("reshape", heads, [2, 108, 9]), [6, 6], [3, 3], [1, 1], [1, 1], [2, 2])
+    out = g.op("clone", g.op("permute", image, [0, 2, 3, 1]), memory_format=torch.contiguous_format)
+    for loader in LOADERS.values():
+        fragment, (ours,) = run_sketch(g, [out], loader)
+        torch.testing.assert_close(ours, g.expected([out])[0])
+    assert kernel_count(fragment) == len(fragment.instructions) == 1

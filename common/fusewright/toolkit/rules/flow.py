@@ -95,7 +95,8 @@ class Flow:
         depth = max((1 + self._depth(v) for v in op.inputs()), default=1)
         read, size = self._bytes_read(op), op.out.spec.bytes_hint()
         small = read * INLINE_BYTES <= size or (_about(2 * read, size) and op.out.id not in self.needed) or (tiny and read <= 64)
-        small = small or (_about(read, size) and (self._has_one_user(op) or self._is_permuted_once(op)))
+        small = small or (_about(read, size) and self._has_one_user(op))
+        small = small or (self._is_permuted_once(op) and (_about(read, size) or self._reads_permuted(op)))
         return depth if small and depth <= INLINE_DEPTH else None
 
     def _bytes_read(self, op: OpView) -> int:
@@ -126,6 +127,24 @@ class Flow:
         """Whether one kernel op reads the result, in another order: it cannot share a loop with `op` except by computing it."""
         users = self.users.get(op.out.id, ())
         return len(users) == 1 and users[0].op in PERMUTE and self._has_one_user(op, 1)
+
+    def _reads_permuted(self, op: OpView) -> bool:
+        """Whether all that the op reads lies in another order in memory, so that no other order of its result is worse, and its
+        reader takes each element once: rows may be read in several passes."""
+        (user,) = self.users[op.out.id]
+        while self._views(user) and len(self.users.get(user.out.id, ())) == 1:
+            (user,) = self.users[user.out.id]
+        rules = self._rules_of(user)
+        return bool(rules) and isinstance(rules[0], Map) and self._are_permuted(op.inputs())
+
+    def _are_permuted(self, values: Iterable[Value]) -> bool:
+        for v in values:
+            op = self.producer[v.id][0] if v.id in self.producer else None
+            if v.spec is None or (op is not None and op.op in PERMUTE):
+                continue
+            if op is None or not (self.is_view(op) or self.is_inline(op)) or not self._are_permuted(op.inputs()):
+                return False
+        return True
 
     def _views(self, op: OpView) -> bool:
         rules = self._rules_of(op)
