@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, Node
+from torch.utils.checkpoint import CheckpointPolicy
 
 from fusewright.capture.tables import host_tables
 from fusewright.graph.cse import merge_common
@@ -23,6 +24,12 @@ _EFFICIENT_BACKWARD = aten._scaled_dot_product_efficient_attention_backward.defa
 
 _ALIASES = (aten.alias.default, aten.detach.default)
 
+_MOVES = (
+    *_ALIASES, aten.gather.default, aten.index.Tensor, aten.unsqueeze.default, aten.squeeze.dim, aten.expand.default,
+    aten.view.default, aten.permute.default,
+)  # fmt: skip
+"""Ops that move values and round none."""
+
 
 def before_cut(graph: Graph) -> None:
     """Rewrite a joint graph in place."""
@@ -34,6 +41,24 @@ def before_cut(graph: Graph) -> None:
     cropped_from_padded(graph)
     merge_common(graph)
     host_tables(graph)
+    tested_for_equality(graph)
+
+
+def tested_for_equality(graph: Graph) -> None:
+    """Keep values that are tested for equality from being computed again: the gradient of a maximum asks which elements equal it,
+    and a kernel with other neighbours may round them otherwise, so that none does."""
+    for target in (aten.eq.Tensor, aten.ne.Tensor):
+        for node in graph.find_nodes(op="call_function", target=target):
+            for x in map(_moved, node.all_input_nodes):
+                if x.op == "call_function" and isinstance(x.meta.get("val"), torch.Tensor) and x.meta["val"].is_floating_point():
+                    x.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
+
+
+def _moved(x: Node) -> Node:
+    """The node whose values `x` holds, perhaps elsewhere."""
+    while x.target in _MOVES:
+        x = x.all_input_nodes[0]
+    return x
 
 
 def unread_statistics(graph: Graph) -> None:

@@ -69,6 +69,27 @@ def test_running_statistics_are_not_saved_for_a_gradient_that_reads_none() -> No
         torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=0)
 
 
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize(
+    "largest",
+    [lambda a: a.amax(0), lambda a: torch.zeros(2).scatter_reduce(0, torch.tensor([0, 1, 1]), a, "amax")],
+)
+def test_what_the_gradient_of_a_maximum_compares_is_not_computed_again(largest: Any) -> None:
+    """If it were rounded otherwise, no element would be the maximum, and the gradient of a segment's would divide by zero."""
+    found: dict[str, list[str]] = {}
+
+    def keep(aten: GraphModule, phase: str, constants: Any, mode: str) -> Any:
+        found[phase] = [str(n.target) for n in aten.graph.nodes if n.op == "call_function"]
+        return lambda args: aten(*args)
+
+    def backend(gm: GraphModule, inputs: Any) -> Any:
+        return through_aot(gm, inputs, keep, "test")
+
+    x = torch.rand(3, 4, requires_grad=True)
+    torch.compile(lambda x: largest((x.sin() * x.cos()).mean(-1)), backend=backend)(x).sum().backward()
+    assert "aten.mean.dim" in found["forward"] and "aten.mean.dim" not in found["backward"]
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_seeds_of_an_attention_without_dropout_are_not_saved(dropout: float) -> None:
     """On a GPU eager makes them on the host. Swin's step was not replayed, and was compiled again for each kind of window."""
