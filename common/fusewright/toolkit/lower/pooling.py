@@ -76,7 +76,7 @@ class Side:
             return self.size
         start, end = e.position(self.start(window)), e.position(self.start(window) + self.size)
         end = e.b.op("minimum", end, e.const(high, "i64")) if behind else end
-        return end - (e.b.op("maximum", start, e.const(low, "i64")) if before else start)
+        return e.b.cast(end - (e.b.op("maximum", start, e.const(low, "i64")) if before else start), "i32")
 
 
 def _inside(e: Evaluator, at: Index, lowest: int, highest: int, size: int) -> Val | None:
@@ -235,7 +235,9 @@ def _divisor(e: Evaluator, op: OpView, sides: Sequence[Side], window: Sequence[I
             known *= n
         else:
             product = n if product is None else product * n
-    return known if product is None else e.b.cast(product * known, dtype)
+    if product is None:
+        return known
+    return e.b.cast(product if known == 1 else product * known, dtype)
 
 
 # ---- images as columns ----
