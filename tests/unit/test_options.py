@@ -45,7 +45,7 @@ def test_a_value_that_means_nothing_is_refused_with_the_nearest_that_does(option
     assert message in refused(options)
 
 
-@pytest.mark.parametrize("rule", ["cse", "linear.addmm", "onednn.product", "onednn.group_norm"])
+@pytest.mark.parametrize("rule", ["cse", "linear.addmm", "onednn.product", "onednn.group_norm", "onednn.batch_norm"])
 def test_rules_of_the_host_and_of_the_backend_can_be_switched_off(rule: str) -> None:
     parsed = dynamo._parsed(registry.info("x86_onednn").cls, {"disable_rules": [rule]}, None)
     assert parsed.disable_rules == (rule,)

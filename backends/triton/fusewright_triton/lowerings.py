@@ -24,7 +24,7 @@ for table in (LOWERINGS, CUDNN):
     table.add("sdpa", when=decode.reason)(by_rows((*decode.ROWS, *sdpa.ROWS)))
     table.add("sdpa", when=short_sequence.reason)(by_rows(short_sequence.ROWS))
     table.add("sdpa", when=sdpa.sdpa_reason)(by_rows(sdpa.ROWS))
-    table.add("batch_norm", dtypes=FLOATS, dynamic=True, when=norms.reason)(by_rows(norms.ROWS))
+    table.add("batch_norm", dtypes=FLOATS, dynamic=True)(by_rows(norms.ROWS))
     table.add("softmax", dtypes=FLOATS, when=unfused.reason)(by_rows(unfused.ROWS))
 # In fp32 cuDNN's channels-last kernels round to TF32 where its others do not: 20 to 80 times eager's error on ViT and Swin.
 CUDNN.add("conv", dtypes=products.HALF, when=convolutions.reason)(by_rows(convolutions.ROWS))

@@ -1,4 +1,5 @@
-"""Group norms after convolutions: channels-last, and as accurate as eager's on contiguous images."""
+"""Group norms after convolutions: channels-last, and as accurate as eager's on contiguous images. Batch norms that no convolution
+takes."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from fusewright.plan.ir import Launch
 from tests.backends.onednn.common import BF16, F32, check, compiled
 from tests.fragments import Sketch, targets
 from tests.hosts import needs_bf16
@@ -73,3 +75,26 @@ def test_bf16_is_eagers() -> None:
     """Eager computes in fp32, where the cancellation error is far below a rounding step of bf16."""
     g = Sketch()
     assert "aten::native_group_norm" in targets(check(g, [drawn(g, 3.0, dtype=BF16)]))
+
+
+@pytest.mark.parametrize("dtype", [F32, pytest.param(BF16, marks=needs_bf16)])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_what_depends_on_the_weights_of_a_batch_norm_is_computed_once(dtype: Any, layout: torch.memory_format) -> None:
+    """As in DenseNet, where a relu and a convolution follow. In fp32 the mean is subtracted first."""
+    torch.manual_seed(0)
+    g = Sketch()
+    x = g.input((torch.randn(2, 8, 9, 9) + 3).to(dtype).to(memory_format=layout))
+    weight, bias, variance = (g.input((torch.rand(8) + 0.1).to(dtype), const=True) for _ in range(3))
+    mean = g.input(torch.full((8,), 3.0, dtype=dtype), const=True)
+    y = g.op("relu", g.op("batch_norm", x, weight, bias, mean, variance, 0.1, 1e-5))
+    fragment = check(g, [y])
+    (launch,) = [i for i in fragment.instructions if isinstance(i, Launch)]
+    assert len(launch.inputs) == (4 if dtype is F32 else 3)
+    assert not any(n.op == "rsqrt" for n in fragment.kernels[launch.kernel].nodes())
+
+
+def test_a_batch_norm_whose_weights_are_computed_is_one_kernel() -> None:
+    g = Sketch()
+    x, weight, bias, mean = g.input(torch.randn(2, 8, 9, 9)), *(g.input(torch.randn(8)) for _ in range(3))
+    y = g.op("batch_norm", x, weight, bias, mean, g.input(torch.rand(8) + 0.1), 0.1, 1e-5)
+    assert targets(check(g, [y])) == ["kernel batch_norm"]

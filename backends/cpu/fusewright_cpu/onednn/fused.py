@@ -76,7 +76,7 @@ class OneDnnBackend(FusedBackend):
         from fusewright.toolkit.region.activation import ROWS
         from fusewright_cpu.onednn import heads, norms
 
-        return (norms.RULE, *(row.id for row in (*ROWS, *heads.ROWS)))
+        return (norms.RULE, norms.CONSTANTS, *(row.id for row in (*ROWS, *heads.ROWS)))
 
     def supports(self, op: OpView) -> Verdict:
         """Answer by the table or as a kernel; ops that take any strides may run in between as ATen calls."""

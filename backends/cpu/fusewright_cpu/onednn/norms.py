@@ -1,4 +1,4 @@
-"""Group norms of channels-last images in fp32.
+"""Group norms of channels-last images in fp32, and batch norms that no convolution takes.
 
 Eager's kernel for this layout computes the variance as the difference of two means, which cancel (T. F. Chan, G. H. Golub and
 R. J. LeVeque, "Algorithms for computing the sample variance", The American Statistician 37, 1983): where the mean is three times
@@ -13,13 +13,28 @@ import torch
 
 from fusewright.interface import OpView, Value
 from fusewright.toolkit.region.builder import Builder
+from fusewright.toolkit.region.norms import of_constants, write_batch_norm
 from fusewright.toolkit.rules.space import layout_of
 
-RULE = "onednn.group_norm"
-"""Whether the rule applies depends on the actual layout, so no row can claim the op in advance."""
+RULE, CONSTANTS = "onednn.group_norm", "onednn.batch_norm"
+"""Whether the first rule applies depends on the actual layout, so no row can claim the op in advance."""
 
 
 def lower(op: OpView, b: Builder) -> bool:
+    """Write a norm as other ops. Return False for other ops, or if its statistics are read."""
+    return _batch_norm(op, b) or _group_norm(op, b)
+
+
+def _batch_norm(op: OpView, b: Builder) -> bool:
+    if op.op != "batch_norm" or not b.ctx.rules.allows(CONSTANTS) or not of_constants(op, b):
+        return False
+    write_batch_norm(op, b)
+    b.notes[op.id] = "in kernels; what its weights determine, once"
+    b.ctx.rules.hit(CONSTANTS)
+    return True
+
+
+def _group_norm(op: OpView, b: Builder) -> bool:
     """Write `op` as means over points and then over the channels of a group: of the values, of their deviations from that mean, and
     of the squared deviations, in kernels that go along the channels. Return False for other ops, or if the statistics are read.
 
