@@ -161,6 +161,9 @@ class GpuLauncher:
         wide = offsets_bound(self.kernel, sizes) >= WIDE
         even = bool(sizes) and all(s % 16 == 0 for s in sizes)
         source = self._variant(Variant(wide, True, even)).source
+        if not wide and any(evaluate(count, sizes) >= WIDE for _, count in source.workspace):
+            wide = True  # many short rows, where the split of few long ones was chosen
+            source = self._variant(Variant(wide, True, even)).source
         offsets, total = [], 0
         for dtype, count in source.workspace:
             offsets.append(total)

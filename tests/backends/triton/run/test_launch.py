@@ -204,6 +204,17 @@ def test_shared_rows_get_a_workspace_that_fits(recorder: Recorder, monkeypatch: 
     assert values_1[:2] == [x.data_ptr(), out.data_ptr()]
 
 
+def test_a_workspace_beyond_32_bits_has_wide_offsets(recorder: Recorder) -> None:
+    """Its parts are a multiple of the rows, of which there may be many more than when the rows were split."""
+    n, m = symbol("n"), symbol("m")
+    b = Builder("sums", p=[n], r=[m], symbols={"n": 8, "m": 1 << 20})
+    x, out = b.input("x", "f32"), b.output("out", "f32")
+    i, j = b.axes
+    b.store(out, i, b.reduce("sum", b.load(x, i * m + j)))
+    run = launcher(b.build(), Config((Tile((0,), 1),), 1024, False, 64, 4))
+    assert [run._from_sizes((rows, 4)).wide for rows in (1 << 20, 1 << 26)] == [False, True]
+
+
 def test_shared_rows_are_launched_by_address_with_a_workspace_too(
     recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
