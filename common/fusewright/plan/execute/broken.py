@@ -1,10 +1,13 @@
-"""Never slower than eager where graphs break, by measurement: whole calls are compared, and eager runs them if it is faster.
+"""Never slower than eager where graphs break, and in short steps: whole calls are compared, and eager runs them if it is faster.
 
 What Dynamo does around each graph (guards, the call, resume functions, entries of its cache that do not match) is in no graph's
 time. A function in whose call a second graph is compiled has a break; Dynamo then calls a hook at the start and the end of each
 call. Such a call cannot run twice, as its code between the graphs may have effects, so in a few calls eager runs *instead*
 (`turns.py` says in which). Where gradients are recorded, backward comes after the call, so that steps are compared, from the start
 of a call to the start of the next one. The backward of a call is eager's, or the plans', as the call was, whenever it runs.
+
+In steps of small tensors, what AOTAutograd does around a graph and its backward takes longer than both. They are compared too,
+until the plan has won.
 """
 
 from __future__ import annotations
@@ -36,6 +39,10 @@ LOOKED = 16
 """As long as all calls were of the same sizes, those of one call in so many are looked at, unless it is part of a round: in the
 caches that a step leaves cold, that takes longer than everything else here."""
 
+SHORT = 1 << 18
+"""The most elements of all tensors that a graph reads in a short step: multiplied with a few rows, they keep a core busy for a
+millisecond."""
+
 LEFT = 10.0
 """Seconds without a call after which others may measure. Around graphs, what takes so long is no part of it."""
 
@@ -46,6 +53,7 @@ class BrokenCalls:
 
     def __init__(self, name: str, may: Callable[[], bool]) -> None:
         self.name, self.codes = name, set[CodeType]()
+        self.breaks, self.hooks = False, list[Callable[[], Callable[[], None]]]()
         self._may = may
         self._devices = dict[torch.device, None]()
         self._wait: Callable[[], None] = at_once
@@ -83,6 +91,7 @@ class BrokenCalls:
         self.codes.add(first)
         if another:
             _parted.add(first)
+        self.breaks = self.breaks or another or first in _parted
         return another or first in _parted
 
     def __call__(self) -> Callable[[], None]:
@@ -106,7 +115,8 @@ class BrokenCalls:
         if trial is None or self._looked % LOOKED == 0 or trial.calls + 1 >= trial.next:
             trial = self._trial(training)
         if trial is None or trial.verdict == "plan":
-            return at_once
+            settled = trial is not None and all(t.verdict == "plan" for t in self._trials.values())
+            return self._leave_alone if settled and not self.breaks else at_once
         if trial.verdict is None:
             return self._timed(trial)
         return self._in_eager()
@@ -193,6 +203,11 @@ class BrokenCalls:
     def _leave(self) -> None:
         self._inside = False
 
+    def _leave_alone(self) -> None:
+        """Watch the function no more: looking at its calls would cost a part of what they take."""
+        if self in self.hooks:
+            self.hooks.remove(self)
+
     def _ended(self, trial: Trial, who: Verdict, end: Callable[[], None], handled: BaseException | None) -> None:
         """The end of a call of a round, which `end` may take back from eager. An error may have been `handled` around it."""
         self._leave()
@@ -219,13 +234,14 @@ class BrokenCalls:
             self._tell(trial)
 
     def _tell(self, trial: Trial) -> None:
-        what = "steps" if trial.steps else "calls"
+        what, breaks = "step" if trial.steps else "call", " with graph breaks" if self.breaks else ""
         plan, eager = trial.best["plan"] * 1e3, trial.best["eager"] * 1e3
-        log.info("%s: %s with graph breaks: compiled %.3f ms, eager %.3f ms: %s", self.name, what, plan, eager, trial.verdict)
+        log.info("%s: %ss%s: compiled %.3f ms, eager %.3f ms: %s", self.name, what, breaks, plan, eager, trial.verdict)
         if trial.verdict == "eager":
+            why = "See its breaks: fusewright explain" if self.breaks else "It is too short for what torch.compile does around it"
             log.warning(
-                "fusewright: %s: a %s with graph breaks takes %.3f ms compiled and %.3f ms in eager; eager runs such calls from "
-                "now on. See its breaks: fusewright explain", self.name, what[:-1], plan, eager,
+                "fusewright: %s: a %s%s takes %.3f ms compiled and %.3f ms in eager; eager runs such calls from now on. %s",
+                self.name, what, breaks, plan, eager, why,
             )  # fmt: skip
 
 
@@ -303,11 +319,20 @@ _known: WeakKeyDictionary[Any, BrokenCalls] = WeakKeyDictionary()
 
 
 def watch(name: str, may: Callable[[], bool], inputs: Sequence[Any]) -> None:
-    """Compare calls of the function in whose call Dynamo is compiling a graph of these inputs now, if it is not the only one."""
+    """Compare calls of the function in whose call Dynamo is compiling a graph of these inputs now, if it is not the only one or
+    if it is one of a short step."""
     call, devices = compat.current_call(), compared.devices(inputs)
     if call is None or not all(can_wait(d.type) for d in devices):
         return
     calls = _known.setdefault(call.function, BrokenCalls(name, may))
     calls.runs_on(devices)
-    if calls.has_another(call) and calls not in call.hooks:
+    if (calls.has_another(call) or _in_short_step(inputs)) and calls not in call.hooks:
         call.hooks.append(calls)
+        calls.hooks = call.hooks
+
+
+def _in_short_step(inputs: Sequence[Any]) -> bool:
+    tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
+    trains = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    sizes = [x.numel() for x in tensors] if trains else []
+    return trains and all(isinstance(n, int) for n in sizes) and sum(sizes) <= SHORT
