@@ -112,6 +112,20 @@ def test_the_bias_of_a_convolution_whose_geometry_is_symbolic(backend: str) -> N
         torch.testing.assert_close(compiled(x, step), strided(x, step))
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_gradient_of_a_bias_of_a_convolution_whose_geometry_is_symbolic(backend: str) -> None:
+    w, bias = torch.randn(4, 3, 2, 2, requires_grad=True), torch.randn(4, requires_grad=True)
+
+    def strided(x: Tensor, step: int) -> Tensor:
+        return F.conv2d(x, w, bias, step, step - 1, step).sin()
+
+    compiled = simulated(strided, backend, fallback="allow")
+    for step in (2, 3, 5):
+        x = torch.randn(2, 3, 9, 8)
+        found, wanted = (torch.autograd.grad(f(x, step).sum(), (w, bias)) for f in (compiled, strided))
+        torch.testing.assert_close(found, wanted)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_weights_of_symbolic_sizes(backend: str, dtype: torch.dtype) -> None:

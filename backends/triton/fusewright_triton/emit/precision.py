@@ -6,6 +6,7 @@ The correctly rounded forms cost up to twenty instructions an element, which a k
 from __future__ import annotations
 
 from fusewright.toolkit.ir.ir import Kernel, Node
+from fusewright_triton.emit.operators import FORMS
 
 HALVES = ("bf16", "f16")
 PASSES_ON = frozenset({"add", "sub", "mul", "div", "neg", "abs", "minimum", "maximum", "fmin", "fmax", "where"})
@@ -13,9 +14,7 @@ PASSES_ON = frozenset({"add", "sub", "mul", "div", "neg", "abs", "minimum", "max
 REDUCES = frozenset({"sum", "mean", "max", "min"})
 
 APPROXIMATE: dict[str, str] = {
-    "div": "{0} / {1}",
-    "reciprocal": "1.0 / {0}",
-    "sqrt": "tl.sqrt({0})",
+    **{op: FORMS[op].floats for op in ("div", "reciprocal", "sqrt")},  # which `EXACT_F32` replaces
     "exp": "tl.exp({0})",
     "sigmoid": "1.0 / (1.0 + tl.exp(-{0}))",
 }

@@ -83,13 +83,6 @@ class Values(abc.ABC):
         found = (n.index.axes() for n in self.kernel.nodes() if n.index is not None)
         return frozenset().union(*found)
 
-    def _users(self) -> dict[int, list[Node]]:
-        users: dict[int, list[Node]] = {}
-        for n in self.kernel.nodes():
-            for u in n.uses():
-                users.setdefault(u, []).append(n)
-        return users
-
     @abc.abstractmethod
     def scan(self, n: Node) -> None:
         """Print a scan over a row that is held whole."""

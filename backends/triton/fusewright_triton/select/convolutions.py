@@ -18,7 +18,7 @@ import torch
 from fusewright import ops
 from fusewright.interface import OpView, Value
 from fusewright.ops.core import Kind
-from fusewright.plan.ir import Call, Ref
+from fusewright.plan.ir import Ref
 from fusewright.toolkit.region.builder import channels_last_strides, same_strides
 from fusewright.toolkit.region.graph import Claim, spec_of
 from fusewright.toolkit.region.pattern import Match, chain, find, maybe, one, p
@@ -190,10 +190,10 @@ def backward_reason(op: OpView) -> str | None:
 def _bias_gradient_apart(m: Match, c: Calls) -> None:
     """Emit the gradients of image and weight, and that of the bias as a sum for the fuser."""
     op, b = m.anchor, c.b
-    given = [b.exact(a) if isinstance(a, Value) else a for a in op.args]
+    given = [b.exact(a) if isinstance(a, Value) and a.spec is not None else a for a in op.args]
     given[op.argnames.index("output_mask")] = (*op.arg("output_mask")[:2], False)
     made = (*op.outs[:2], c.ctx.value(None))
-    b.append(Call(op.target, tuple(given), tuple(v.id for v in made), op_id=op.id))
+    b.call(op.target, *given, out=made[0], more=made[1:], op=op)
     b.replace(op, *made)
     rank = spec_of(op.arg("grad_output")).rank
     b.append_op("sum", op.arg("grad_output"), (0, *range(2, rank)), out=op.outs[2])

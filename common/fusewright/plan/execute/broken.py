@@ -91,8 +91,9 @@ class BrokenCalls:
         self.codes.add(first)
         if another:
             _parted.add(first)
-        self.breaks = self.breaks or another or first in _parted
-        return another or first in _parted
+        another = first in _parted
+        self.breaks = self.breaks or another
+        return another
 
     def __call__(self) -> Callable[[], None]:
         """What Dynamo calls at the start of each call. Return what it calls at the end."""

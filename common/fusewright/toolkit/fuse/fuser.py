@@ -274,26 +274,13 @@ class _Planner:
                 parts = in_steps(self._kernel(group, stored), self._temporary(group), self.policy.splits)
                 instructions = tuple(self._launch(part, ops) for part in parts)
         except (NotAligned, IndexTooComplex, ShapeMismatch) as e:
-            raise Unplaceable(ops, str(e), self._inlined(ops)) from e
+            read_inline = self.flow.inlined((v for op in ops for v in op.inputs()), through=False)
+            raise Unplaceable(ops, str(e), [op.id for op in read_inline]) from e
         made = frozenset(o for i in instructions for o in i.outs)
         read = frozenset(r for i in instructions for r in reads(i)) - made
         self.out.items.append(_Item(max(self.position[op.id] for op in ops), instructions, read, made))
         for op in ops:
             self.out.notes[op.id] = f"kernel {instructions[-1].kernel[:8]}"
-
-    def _inlined(self, ops: Sequence[OpView]) -> set[int]:
-        """The ids of the inlined ops that these read."""
-        found: set[int] = set()
-        todo = [v for op in ops for v in op.inputs()]
-        while todo:
-            made = self.flow.producer.get(todo.pop().id)
-            if made is None or made[0].id in found:
-                continue
-            if self.flow.is_inline(made[0]):
-                found.add(made[0].id)
-            elif self.flow.is_view(made[0]):
-                todo.extend(made[0].inputs())
-        return found
 
     def _kernel(self, group: Group, stored: set[int]) -> Built:
         roots = roots_of(group, stored)

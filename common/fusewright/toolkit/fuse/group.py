@@ -283,16 +283,8 @@ class Grouper:
 
     def _cost(self, unit: Unit) -> int:
         """Return the cost of the dearest op that a map computes: its own, or one inlined in it."""
-        cost, seen, todo = unit.rule.cost if isinstance(unit.rule, Map) else 0, set[int](), [*unit.op.inputs()]
-        while todo:
-            made = self.flow.producer.get(todo.pop().id)
-            if made is None or made[0].id in seen or not (self.flow.is_inline(made[0]) or self.flow.is_view(made[0])):
-                continue
-            seen.add(made[0].id)
-            rule = self.flow.rules(made[0])[0]
-            cost = max(cost, rule.cost) if isinstance(rule, Map) else cost
-            todo += made[0].inputs()
-        return cost
+        rules = [unit.rule, *(self.flow.rules(op)[0] for op in self.flow.inlined(unit.op.inputs()))]
+        return max((rule.cost for rule in rules if isinstance(rule, Map)), default=0)
 
     def _private(self, units: Sequence[Unit], group: Group) -> bool:
         """Whether only the group and these units use the group's values, so that a column reduction may absorb it."""
@@ -414,8 +406,10 @@ def in_passes(unit: Unit, domain: Domain, splits: Splits) -> bool:
 
 def reads_again(unit: Unit, domain: Domain, splits: Splits) -> bool:
     """Whether a row unit has rows too long to be held, so that what it reads is computed again in each pass."""
-    hints = size_hints([v for v in unit.op.inputs() if v.spec is not None])
-    return isinstance(unit.rule, Row) and math.prod(size_hint(domain.shape[d], hints) for d in domain.dims) > splits.held_row
+    if not isinstance(unit.rule, Row):
+        return False
+    row = product(tuple(domain.shape[d] for d in domain.dims))
+    return (row if isinstance(row, int) else size_hint(row, size_hints([*unit.op.inputs()]))) > splits.held_row
 
 
 def _largest(units: Sequence[Unit]) -> int:

@@ -153,9 +153,10 @@ class Builder:
 
     # -- instructions
 
-    def call(self, target: str, *args: Any, out: Value, op: OpView | None = None) -> None:
-        """Add a call that makes `out` with the graph's strides. Numbers among `args` may be symbols."""
-        self._instructions.append(Call(target, _numbers(args), (out.id,), op_id=op.id if op else None))
+    def call(self, target: str, *args: Any, out: Value, more: Sequence[Value] = (), op: OpView | None = None) -> None:
+        """Add a call that makes `out`, and `more` results, with the graph's strides. Numbers among `args` may be symbols."""
+        outs = tuple(v.id for v in (out, *more))
+        self._instructions.append(Call(target, _numbers(args), outs, op_id=op.id if op else None))
 
     def library(self, target: str, *args: Any, out: Value, stride: Sequence[int] | None, op: OpView) -> None:
         """Add a call whose result has these strides; None keeps the graph's, for symbolic shapes."""

@@ -5,8 +5,6 @@ subtracting the mean first keeps the digits of inputs far from zero."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from fusewright.interface import OpView, TensorSpec, Value
@@ -34,7 +32,7 @@ def write_batch_norm(op: OpView, b: Builder) -> None:
     scale = scale if weight is None else b.append_op("mul", scale, weight)
     out = b.with_layout(op.out, b.spec(x).stride if b.spec(x) is not spec else None)  # type: ignore[arg-type]
     if spec.dtype is torch.float32:
-        x, shift = b.append_op("sub", x, mean, out=b.ctx.value(replace(spec_of(out)))), bias
+        x, shift = b.append_op("sub", x, mean, out=b.ctx.value(spec_of(out))), bias
     else:
         shift = b.append_op("neg", b.append_op("mul", mean, scale))
         shift = shift if bias is None else b.append_op("add", shift, bias)

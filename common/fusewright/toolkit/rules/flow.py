@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from itertools import pairwise
 
-from fusewright.interface import OpView, TensorSpec, Value
+from fusewright.interface import OpView, Value
 from fusewright.toolkit.rules.kinds import Map, Row, Rule, View
 from fusewright.toolkit.rules.space import Shape, factor_groups, shape_of, stride_of
 
@@ -159,9 +159,21 @@ class Flow:
             return max((self._depth(x) for x in op.inputs()), default=0)
         return self._inline.get(op.id, 0)
 
-    def leaves(self, v: Value) -> Iterable[TensorSpec]:
-        """The tensors read from memory to evaluate `v`: itself, or the sources behind views and inlined ops."""
-        return [x.spec for x in self.sources(v) if x.spec is not None]
+    def inlined(self, values: Iterable[Value], through: bool = True) -> list[OpView]:
+        """The inlined ops behind values; without `through`, not those behind other inlined ops."""
+        found: dict[int, OpView] = {}
+        todo, seen = [*values], set[int]()
+        while todo:
+            made = self.producer.get(todo.pop().id)
+            if made is None or made[0].id in seen:
+                continue
+            op, inline = made[0], self.is_inline(made[0])
+            seen.add(op.id)
+            if inline:
+                found[op.id] = op
+            if self.is_view(op) or (inline and through):
+                todo.extend(op.inputs())
+        return list(found.values())
 
     def sources(self, v: Value) -> list[Value]:
         """The values behind views and inlined ops that `v` depends on."""
