@@ -64,7 +64,7 @@ def compile_dynamo(
     """Compile a Dynamo graph with a backend, or fall back to eager with a one-line reason if the backend cannot run here.
     `mode` is torch's: see `config.MODES`."""
     from fusewright import pipeline, registry
-    from fusewright.capture import capture, layouts, masks
+    from fusewright.capture import attention, capture, layouts, masks
     from fusewright.capture.tables import host_tables
     from fusewright.plan.execute import broken
 
@@ -85,6 +85,8 @@ def compile_dynamo(
         broken.watch(name, comparison.may, example_inputs)
     if backend.constant_masks:
         masks.fold(gm)
+    if backend.batched_attention:
+        attention.with_four_dimensions(gm)
 
     def compile_graph(aten: GraphModule, phase: Phase, const: frozenset[Node], mode: str) -> Callable[[list[Any]], Any]:
         with gc_paused():  # AOTAutograd compiles the backward graph in the first backward call

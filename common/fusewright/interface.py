@@ -19,7 +19,7 @@ import torch
 
 from fusewright.sizes.expr import SizeExpr, symbol
 
-INTERFACE: tuple[int, int] = (1, 9)
+INTERFACE: tuple[int, int] = (1, 10)
 """(major, minor) of this interface. Minor versions only add members with defaults."""
 
 OPSET = 1
@@ -559,6 +559,9 @@ class Backend(abc.ABC):
     constant_masks: ClassVar[bool] = False
     """Whether constant attention masks are simplified before lowering: dropped if they mask nothing, turned into `is_causal` if
     they mask the future."""
+    batched_attention: ClassVar[bool] = False
+    """Whether attention of other than four dimensions becomes attention of [batch, heads, length, width] where no gradients are
+    needed. Since interface 1.10."""
     channels_last_training: ClassVar[bool] = False
     """Whether images of half-precision training steps lie channels-last between convolutions; decided before gradients are
     traced. Since interface 1.5."""

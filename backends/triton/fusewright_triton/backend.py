@@ -152,6 +152,7 @@ class TritonBackend(FusedBackend):
     device_type = "cuda"  # torch names HIP devices so too
     priority = 50
     constant_masks = True  # flash and cuDNN attention are twice as fast without
+    batched_attention = True  # no fused kernel takes another number of dimensions
     lowerings = LOWERINGS
     namespaces = (NAMESPACE,)
     options: ClassVar[Mapping[str, Any]] = {

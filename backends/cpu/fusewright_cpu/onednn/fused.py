@@ -43,6 +43,7 @@ class OneDnnBackend(FusedBackend):
 
     device_type = "cpu"
     constant_masks = True  # with `is_causal`, attention skips future keys instead of reading a mask of them
+    batched_attention = True  # no fused kernel takes another number of dimensions
     loader = llvm_loader
     namespaces: ClassVar[Sequence[str]] = ("mkldnn", "mkl", "onednn")
     options: ClassVar[Mapping[str, Any]] = {
