@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from fusewright.toolkit.backend.library import LoweringTable
-from fusewright_triton.select import convolutions, norms, products, quantized
+from fusewright_triton.select import convolutions, narrow, norms, products, quantized
 from fusewright_triton.select.attention import decode, sdpa, short_sequence, unfused
 from fusewright_triton.select.calls import OpCode, by_rows
 
@@ -18,6 +18,7 @@ CUDNN: LoweringTable[OpCode] = LoweringTable()
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 for table in (LOWERINGS, CUDNN):
+    table.add("linear", "mm", dtypes=FLOATS, dynamic=True, when=narrow.reason)(by_rows(narrow.ROWS))
     table.add("linear", dtypes=FLOATS, dynamic=True, when=products.reason)(by_rows(products.ROWS))
     table.add("mm", dtypes=FLOATS, dynamic=True, when=quantized.mm_reason)(by_rows(quantized.MM))
     table.add("int_mm", dynamic=True, when=quantized.int_mm_reason)(by_rows(quantized.INT_MM))
