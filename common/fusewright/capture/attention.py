@@ -39,7 +39,7 @@ def with_four_dimensions(gm: GraphModule) -> int:
 
 
 def _rewrite(call: Node) -> bool:
-    given = {**dict(zip(NAMES, call.args, strict=False)), **call.kwargs}
+    given: dict[str, Any] = {**dict(zip(NAMES, call.args, strict=False)), **call.kwargs}
     operands, mask = [given.pop(n, None) for n in NAMES[:3]], given.pop("attn_mask", None)
     examples = [_example(n) for n in (*operands, call)]
     shape = None if None in examples else _shared(examples)  # type: ignore[arg-type]
@@ -53,7 +53,7 @@ def _rewrite(call: Node) -> bool:
         four = tuple(_through(n, there, call) for n in operands)
         if mask is not None:
             given["attn_mask"] = _through(mask, of_mask, call)
-        new = call.graph.call_function(call.target, four, given)
+        new = call.graph.call_function(call.target, four, given)  # type: ignore[arg-type]
         new.meta = _place(call)
         last = _through(new, [("contiguous",), *back], call)  # the caller's views may need eager's strides
     last.meta = call.meta

@@ -57,7 +57,7 @@ def _write(m: Match, c: Calls) -> None:
     op, b = m.anchor, c.b
     x, w = m["rows"], op.arg(operands(op)[1])
     total = op.arg("bias") if op.op == "linear" else None
-    terms, dtype = range(spec_of(w).shape[int(op.op != "mm")]), spec_of(x).dtype  # type: ignore[call-overload]
+    terms, dtype = range(spec_of(w).shape[int(op.op != "mm")]), spec_of(x).dtype  # type: ignore[arg-type]
     half = dtype is not torch.float32
 
     def wide(value: Value) -> Value:

@@ -207,7 +207,17 @@ class Builder:
             if not isinstance(b, Val):
                 raise TypeError("where of two numbers: give one of them a type with const")
             a = self.const(a, b.dtype)
-        return self.op("where", cond, a, b if isinstance(b, Val) else self.const(b, a.dtype))
+        b = b if isinstance(b, Val) else self.const(b, a.dtype)
+        return a if self._is_zero_elsewhere(a, cond, b) else self.op("where", cond, a, b)
+
+    def _is_zero_elsewhere(self, value: Val, cond: Val, other: Val) -> bool:
+        """Whether `other` is zero, and so is `value`, an element that was loaded, where `cond` does not hold."""
+        load = self.nodes[value.id]
+        if load.op == "cast":
+            load = self.nodes[load.args[0]]
+        if load.op != "load" or load.args[:1] != (cond.id,):
+            return False
+        return all(n.op == "const" and repr(float(n.value or 0)) == "0.0" for n in (self.nodes[load.args[1]], self.nodes[other.id]))
 
     def cast(self, value: Val, dtype: DType) -> Val:
         """Convert `value` to `dtype`, unless it has that type already."""

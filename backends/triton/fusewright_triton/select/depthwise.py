@@ -1,0 +1,80 @@
+"""Depthwise convolutions of inference as sums in loop kernels, with the norm, activation and addition around them.
+
+cuDNN has fast kernels for squares of 3, 5 and 7 alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+
+import torch
+
+from fusewright.interface import OpView, Value
+from fusewright.toolkit.region.builder import channels_last_strides
+from fusewright.toolkit.region.graph import spec_of
+from fusewright.toolkit.region.pattern import Match, chain
+from fusewright.toolkit.region.rewrite import Row
+from fusewright_triton.select.calls import Calls
+
+MOST = 32
+"""Elements of the largest window."""
+
+
+def reason(op: OpView) -> str | None:
+    """Return why a convolution is not a depthwise one of a small window for which the library has no kernel of its own."""
+    x, w = spec_of(op.arg("input")), spec_of(op.arg("weight"))
+    if x.rank not in (3, 4) or op.arg("transposed") or not x.static or not w.static or 0 in (*x.shape, *spec_of(op.out).shape):
+        return "neither 1-d nor 2-d, empty or symbolic"
+    if not op.arg("groups") == x.shape[1] == w.shape[0] or w.shape[1] != 1:
+        return "not depthwise"
+    if w.numel_hint() > MOST * x.shape[1] or x.dtype != w.dtype:  # type: ignore[operator]
+        return "a large window, or mixed types"
+    return "the library's own kernel" if has_kernel(op) else None
+
+
+def has_kernel(op: OpView) -> bool:
+    """Return whether cuDNN has a fast kernel for the window."""
+    window = spec_of(op.arg("weight")).shape[2:]
+    return window in ((3, 3), (5, 5), (7, 7)) and tuple(op.arg("dilation")) == (1, 1)
+
+
+def _constant(m: Match, c: Calls) -> bool:
+    return c.graph.phase == "infer" and c.is_const(m.anchor.arg("weight"), m.anchor.arg("bias"))
+
+
+def _write(m: Match, c: Calls) -> None:
+    """Write the sum as ops for the fuser, in fp32."""
+    op, b = m.anchor, c.b
+    x, w, bias = (op.arg(n) for n in ("input", "weight", "bias"))
+    channels, _, *window = spec_of(w).shape
+    column, images = (channels, *[1] * len(window)), len(window) == 2
+    b.without(op)
+    x = b.channels_last(x) if images and b.spec(x).stride[1] != 1 else b.at_hand(x)
+    out = b.with_layout(op.out, channels_last_strides(spec_of(op.out).shape) if images else None)  # type: ignore[arg-type]
+    rows = b.append_op("permute", b.append_op("view", w, (channels, spec_of(w).numel_hint() // channels)), (1, 0))  # type: ignore[operator]
+    rows = b.append_op("cast", b.append_op("clone", rows, torch.contiguous_format), torch.float32)
+    total = None if bias is None else b.append_op("view", b.append_op("cast", bias, torch.float32), column)
+    padded = b.append_op("constant_pad_nd", x, _pads(op), 0)
+    for k, at in enumerate(product(*map(range, window))):  # type: ignore[arg-type]
+        factors = _shifted(op, padded, at, c), b.append_op("view", b.append_op("select", rows, 0, k), column)
+        total = b.append_op(*(("mul",) if total is None else ("addcmul", total)), *factors)
+    b.append_op("cast", total, spec_of(x).dtype, out=out)
+
+
+def _pads(op: OpView) -> tuple[int, ...]:
+    return tuple(n for p in reversed(op.arg("padding")) for n in (p, p))
+
+
+def _shifted(op: OpView, x: Value, at: Sequence[int], c: Calls) -> Value:
+    """Return what one element of the window reads of the padded image for each result."""
+    for d, step in enumerate(op.arg("stride")):
+        start = at[d] * op.arg("dilation")[d]
+        end = start + (spec_of(op.out).shape[d + 2] - 1) * step + 1  # type: ignore[operator]
+        x = c.b.append_op("slice", x, d + 2, start, end, step)
+    return x
+
+
+ROWS = (
+    Row("triton.conv.depthwise", chain("conv"), when=_constant, write=_write, note="depthwise convolution, as a sum"),
+)

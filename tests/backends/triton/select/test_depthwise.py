@@ -1,0 +1,73 @@
+"""Depthwise convolutions for which cuDNN has no kernel of its own are sums in loop kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed; pip install './backends/triton[simulate]'")
+
+import torch
+
+from fusewright.interface import Fragment
+from fusewright.plan.ir import Launch
+from tests.backends.triton.select.test_calls import BF16, Net, check, lowered, text
+
+
+def kernels(fragment: Fragment) -> int:
+    """The number of kernels of a fragment that has no convolution."""
+    assert not [t for t in text(fragment) if "conv" in t]
+    return sum(isinstance(i, Launch) for i in fragment.instructions)
+
+
+def depthwise(g: Net, x: Any, window: tuple[int, ...], bias: bool = True, **more: Any) -> Any:
+    channels, ones = 6, (1,) * len(window)
+    how = {"stride": ones, "padding": tuple(k // 2 for k in window), "dilation": ones, **more}
+    b = g.weight(channels) if bias else None
+    zero = (0,) * len(window)
+    return g.op("conv", x, g.weight(channels, 1, *window), b, how["stride"], how["padding"], how["dilation"], False, zero, channels)
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+@pytest.mark.parametrize(("window", "more"), [
+    ((1, 11), {}),
+    ((11, 1), {"stride": (2, 2), "padding": (1, 0)}),
+    ((3, 3), {"dilation": (2, 2), "padding": (2, 2)}),
+    ((2, 4), {"stride": (1, 3), "dilation": (2, 1), "padding": (0, 3)}),
+])  # fmt: skip
+def test_windows(window: tuple[int, ...], more: dict[str, Any], dtype: torch.dtype) -> None:
+    for bias in (True, False):
+        g = Net(dtype)
+        x = g.images(2, 6, 13, 12)
+        assert kernels(lowered(g, [g.relu(depthwise(g, x, window, bias, **more))])) <= 2  # one may pad
+    if dtype is BF16:
+        g = Net(dtype)
+        x = g.images(2, 6, 13, 12)
+        check(g, [g.relu(depthwise(g, x, window, **more))])
+
+
+def test_sequences_and_planes() -> None:
+    g = Net()
+    assert kernels(check(g, [g.op("silu", depthwise(g, g.tensor(2, 6, 20), (4,), padding=(3,)))])) == 2
+    g = Net()
+    assert kernels(check(g, [depthwise(g, g.tensor(2, 6, 9, 8), (1, 5))])) >= 2
+
+
+def test_norms_and_activations_on_both_sides() -> None:
+    """Padding is a part of the kernel before, and the norm behind one of the sum."""
+    g = Net()
+    before = g.relu(g.norm(g.images(2, 6, 9, 8), 6))
+    after = g.relu(g.norm(depthwise(g, before, (1, 7), bias=False), 6))
+    assert kernels(check(g, [after])) == 2
+
+
+@pytest.mark.parametrize("window", [(3, 3), (5, 5), (7, 7), (6, 6)])
+def test_windows_of_the_library(window: tuple[int, ...]) -> None:
+    g = Net()
+    assert [t for t in text(lowered(g, [depthwise(g, g.images(2, 6, 9, 8), window, padding=(2, 2))])) if "conv" in t]
+
+
+def test_convolutions_that_are_not_depthwise() -> None:
+    g = Net()
+    assert [t for t in text(lowered(g, [g.conv(g.images(2, 6, 9, 8), 6, 6, 4, groups=3)])) if "conv" in t]
