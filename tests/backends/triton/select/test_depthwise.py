@@ -12,6 +12,7 @@ import torch
 
 from fusewright.interface import Fragment
 from fusewright.plan.ir import Launch
+from fusewright_triton.select import depthwise as select
 from tests.backends.triton.select.test_calls import BF16, Net, check, lowered, text
 
 
@@ -62,10 +63,18 @@ def test_norms_and_activations_on_both_sides() -> None:
     assert kernels(check(g, [after])) == 2
 
 
+@pytest.mark.parametrize("stride", [(1, 1), (2, 2)])
 @pytest.mark.parametrize("window", [(3, 3), (5, 5), (7, 7), (6, 6)])
-def test_windows_of_the_library(window: tuple[int, ...]) -> None:
+def test_windows_of_the_library(window: tuple[int, ...], stride: tuple[int, int]) -> None:
     g = Net()
-    assert [t for t in text(lowered(g, [depthwise(g, g.images(2, 6, 9, 8), window, padding=(2, 2))])) if "conv" in t]
+    made = depthwise(g, g.images(2, 6, 9, 8), window, padding=(2, 2), stride=stride)
+    assert [t for t in text(lowered(g, [made])) if "conv" in t]
+
+
+def test_a_square_of_three_with_a_stride(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(select, "ALIGNED", 6)
+    g = Net()
+    assert kernels(check(g, [depthwise(g, g.images(2, 6, 9, 8), (3, 3), stride=(2, 2))])) <= 2
 
 
 def test_convolutions_that_are_not_depthwise() -> None:
