@@ -16,13 +16,15 @@ from typing import Any
 import torch
 
 from fusewright import ops
-from fusewright.interface import OpView, Value
+from fusewright.interface import OpView, TensorSpec, Value
 from fusewright.ops.core import Kind
 from fusewright.plan.ir import Ref
-from fusewright.toolkit.region.builder import channels_last_strides, same_strides
+from fusewright.toolkit.region.builder import channels_last_strides, contiguous_strides, same_strides
 from fusewright.toolkit.region.graph import Claim, spec_of
 from fusewright.toolkit.region.pattern import Match, chain, find, maybe, one, p
 from fusewright.toolkit.region.rewrite import Row
+from fusewright_triton.kernels.product_ops import LINEAR
+from fusewright_triton.select import epilogues
 from fusewright_triton.select.calls import Calls
 
 SHORTCUT = "triton.conv.shortcut"
@@ -293,6 +295,46 @@ def _product(m: Match, c: Calls) -> None:
     b.library("aten::permute.default", image, (0, 3, 1, 2), out=op.out, stride=stride, op=op)
 
 
+def _as_linear(m: Match, c: Calls) -> OpView:
+    """Return a convolution of single pixels, channels-last, as the linear of the same numbers."""
+    op = m.anchor
+    x, w, out = (spec_of(v) for v in (op.arg("input"), op.arg("weight"), op.out))
+
+    def rows(s: TensorSpec) -> Value:
+        shape = tuple(s.shape[i] for i in (0, 2, 3, 1))
+        return c.ctx.value(replace(s, shape=shape, stride=contiguous_strides(shape)))  # type: ignore[arg-type]
+
+    matrix = c.ctx.value(replace(w, shape=w.shape[:2], stride=(w.shape[1], 1)))
+    given = rows(x), matrix, op.arg("bias")
+    return OpView(op.id, "linear", "aten::linear.default", ("input", "weight", "bias"), given, (rows(out),))
+
+
+def _activated(m: Match, c: Calls) -> bool:
+    """Match a convolution of single pixels whose activation no later loop kernel would fuse."""
+    op = m.anchor
+    single = tuple(spec_of(op.arg("weight")).shape[2:]) == (1, 1) == tuple(op.arg("stride")) and not any(op.arg("padding"))
+    same = spec_of(m.out).dtype == spec_of(op.out).dtype
+    named = epilogues.activation_of(m.last) is not None and epilogues.stored(m.out, c)
+    return single and same and named and _whole(m, c) and epilogues.suits(_as_linear(m, c), c)
+
+
+def _activation_pays(m: Match, c: Calls) -> bool:
+    return epilogues.faster(_as_linear(m, c), epilogues.Epilogue(epilogues.activation_of(m.last) or ""), c)
+
+
+def _product_with_activation(m: Match, c: Calls) -> None:
+    """Emit pixels as rows of a product with an epilogue."""
+    op, b = m.anchor, c.b
+    weight, bias = _folded(m, c)
+    matrix = b.prepare("aten::reshape.default", weight, tuple(spec_of(op.arg("weight")).shape[:2]))
+    bias = b.prepare("aten::_to_copy.default", bias, dtype=spec_of(op.arg("weight")).dtype)
+    rows, made = c.ctx.value(None), c.ctx.value(None)
+    b.call("aten::permute.default", _images(op.arg("input"), c), (0, 2, 3, 1), out=rows)
+    b.call(LINEAR, Ref(rows.id), matrix, bias, epilogues.activation_of(m.last), c.ctx.device.arch, None, out=made)
+    stride = channels_last_strides(spec_of(m.out).shape)  # type: ignore[arg-type]
+    b.library("aten::permute.default", Ref(made.id), (0, 3, 1, 2), out=m.out, stride=stride, op=op)
+
+
 _NORM = maybe("batch_norm", _normed, "norm", rule="triton.conv.batch_norm")
 
 BIAS = Row("triton.conv.bias", chain("conv"), when=_bias_apart, write=_alone, note="convolution, bias in a kernel")
@@ -305,6 +347,10 @@ ROWS = (
     Row(
         "triton.conv.residual", chain("conv", _NORM, one("add", _added, "add"), one("relu", capture="relu")),
         when=_whole, extend=_with_other, also=_with_shortcut, write=_write, note=_note,
+    ),
+    Row(
+        "triton.conv.activation", chain("conv", _NORM, one(epilogues.ACTIVATIONS - {"relu"})),
+        when=_activated, pays=_activation_pays, write=_product_with_activation, note=lambda m: f"convolution as a product with {m.last.op}",
     ),
     Row("triton.conv.relu", chain("conv", _NORM, one("relu", capture="relu")), when=_whole, write=_write, note=_note),
     Row("triton.conv.alone", chain("conv"), when=_constant, write=_write, note=_note),

@@ -56,7 +56,7 @@ def _activated(m: Match, c: Calls) -> bool:
     op, out = m.anchor, m.out
     if spec_of(out).dtype != spec_of(op.out).dtype or activation_of(m.last) is None:
         return False
-    return _stored(out, c) and suits(op, c) and dense(out)
+    return stored(out, c) and suits(op, c) and dense(out)
 
 
 def _unscaled(op: OpView, m: Match, c: Calls) -> bool:
@@ -143,10 +143,10 @@ def _leaves(v: Value, c: Calls) -> bool:
     return c.graph.escapes(v) or any(_leaves(o, c) for o in views)
 
 
-def _stored(v: Value, c: Calls) -> bool:
+def stored(v: Value, c: Calls) -> bool:
     """Return whether a library call, or code outside the region, reads a value from memory."""
     users = c.graph.users(v)
-    return _leaves(v, c) or any(_stored(u.out, c) if _reshapes(u) else u.op not in RULES for u in users)
+    return _leaves(v, c) or any(stored(u.out, c) if _reshapes(u) else u.op not in RULES for u in users)
 
 
 def activation_of(op: OpView) -> str | None:
