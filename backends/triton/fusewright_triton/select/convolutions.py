@@ -350,7 +350,8 @@ ROWS = (
     ),
     Row(
         "triton.conv.activation", chain("conv", _NORM, one(epilogues.ACTIVATIONS - {"relu"})),
-        when=_activated, pays=_activation_pays, write=_product_with_activation, note=lambda m: f"convolution as a product with {m.last.op}",
+        when=_activated, pays=_activation_pays, write=_product_with_activation,
+        note=lambda m: f"convolution as a product with {m.last.op}",
     ),
     Row("triton.conv.relu", chain("conv", _NORM, one("relu", capture="relu")), when=_whole, write=_write, note=_note),
     Row("triton.conv.alone", chain("conv"), when=_constant, write=_write, note=_note),
