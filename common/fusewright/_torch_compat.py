@@ -367,6 +367,27 @@ def leave_autocast(mode: Any) -> None:
     torch.amp.autocast_mode._exit_autocast(mode)
 
 
+_OF_VMAP = frozenset("lazy_load_decompositions _vmap_increment_nesting _vmap_decrement_nesting _add_batch_dim _remove_batch_dim".split())
+
+
+def of_vmap(target: Any) -> bool:
+    """Whether a function in a Dynamo graph enters or leaves a level of vmap, or moves a tensor there."""
+    owner = str(getattr(target, "__module__", ""))
+    return owner.startswith(("torch._functorch", "torch._C._functorch")) and getattr(target, "__name__", "") in _OF_VMAP
+
+
+@contextlib.contextmanager
+def leaving_vmap() -> Iterator[None]:
+    """A context that leaves the levels of vmap that an error left entered."""
+    functorch = torch._C._functorch
+    before = functorch.peek_interpreter_stack()
+    try:
+        yield
+    finally:
+        while (top := functorch.peek_interpreter_stack()) is not None and (before is None or top.level() > before.level()):
+            functorch._vmap_decrement_nesting()
+
+
 UNBACKED = "unbacked_bindings"
 """Torch's key in `node.meta` for symbols whose values depend on the node's data."""
 

@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 
 from fusewright import _torch_compat as compat
 from fusewright.errors import BackendUnavailableError, OptionError, nearest
-from fusewright.interface import HOST, Backend, Phase
+from fusewright.interface import HOST, Backend, Phase, RuleLog
 from fusewright.report import warn_once
 
 if TYPE_CHECKING:
@@ -65,6 +65,7 @@ def compile_dynamo(
     `mode` is torch's: see `config.MODES`."""
     from fusewright import pipeline, registry
     from fusewright.capture import capture, layouts, masks
+    from fusewright.capture.loops import may_loop
     from fusewright.capture.tables import host_tables
     from fusewright.plan.execute import broken
 
@@ -92,13 +93,22 @@ def compile_dynamo(
                 host_tables(aten.graph)
             return pipeline.compile_graph(backend, parsed, aten, phase, const, mode, comparison)
 
+    rules = RuleLog(parsed.disable_rules, parsed.fuel)
+
+    def without_loops(gm: GraphModule, inputs: Sequence[Any]) -> GraphModule | None:
+        if type(backend).supports is Backend.supports or not may_loop(gm, inputs):  # one that claims nothing gives eager's bits
+            return None
+        from fusewright.rewrite import training
+
+        return training.rolled(gm, inputs, rules)
+
     laid = layouts.channels_last(gm) if backend.channels_last_training else None
     if laid is not None:
         try:
-            return capture.capture(laid, example_inputs, compile_graph)
+            return capture.capture(laid, example_inputs, compile_graph, without_loops)
         except (RuntimeError, ValueError) as e:  # no view with such strides exists
             log.info("a training step is not channels-last: %s", str(e).partition("\n")[0])
-    return capture.capture(gm, example_inputs, compile_graph)
+    return capture.capture(gm, example_inputs, compile_graph, without_loops)
 
 
 def _parsed(cls: type[Backend] | None, options: Mapping[str, Any] | None, mode: str | None) -> Options:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -50,6 +50,25 @@ def capture(gm: GraphModule, example_inputs: Sequence[Any]) -> tuple[GraphModule
     return recorder.record(), recorder.constants()
 
 
+def forward(gm: GraphModule, example_inputs: Sequence[Any]) -> GraphModule:
+    """Record what `gm` computes before gradients are traced. Raises `UnsupportedCapture` also where gradients might differ:
+    autograd has to find each operator that the user called on the way, and no part that it must not enter."""
+    with torch.no_grad():
+        _check_inputs(example_inputs)
+        _check_graph(gm, compat.of_vmap)
+        aten = _Recorder(gm, example_inputs).record()
+    given = set[Node]()
+    for node in aten.graph.nodes:
+        if node.op == "placeholder" or not given.isdisjoint(node.all_input_nodes):
+            given.add(node)
+        if node.op == "get_attr" or (node in given and node.target in _STOPS):
+            raise UnsupportedCapture(f"gradients stop at {node.target}")
+    return aten
+
+
+_STOPS = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+
+
 def _check_inputs(example_inputs: Sequence[Any]) -> None:
     grad = torch.is_grad_enabled()
     for x in example_inputs:
@@ -63,12 +82,13 @@ def _check_inputs(example_inputs: Sequence[Any]) -> None:
             raise UnsupportedCapture("gradients are needed")
 
 
-def _check_graph(gm: GraphModule) -> None:
-    """Reject a graph with a node that may not be run here, before anything runs."""
+def _check_graph(gm: GraphModule, undone: Callable[[Any], bool] = lambda target: False) -> None:
+    """Reject a graph with a node that may not be run here, before anything runs. `undone` are functions whose effects a failed
+    recording undoes."""
     for node in gm.graph.nodes:
         if node.op == "call_module" or compat.is_higher_order(node.target):
             raise UnsupportedCapture(f"the graph calls {node.target}")
-        if node.op == "call_function" and not compat.computes(node.target):
+        if node.op == "call_function" and not (compat.computes(node.target) or undone(node.target)):
             raise UnsupportedCapture(f"the graph calls {getattr(node.target, '__name__', node.target)}, which may switch a mode")
         if _symbolic(node.meta.get("example_value")) or compat.UNBACKED in node.meta:
             raise UnsupportedCapture("sizes are symbolic")
@@ -119,7 +139,7 @@ class _Recorder(Interpreter):
 
     def record(self) -> GraphModule:
         fakes = [self._input(n, x) for n, x in zip(self.inputs, self.examples, strict=True)]
-        with self.fake_mode, compat.dispatch_mode(self._dispatch):
+        with self.fake_mode, compat.dispatch_mode(self._dispatch), compat.leaving_vmap():
             try:
                 returned = self.run(*fakes)
             except Exception as error:

@@ -1,0 +1,68 @@
+"""Unrolled loops in training: rewritten before gradients are traced, so that autograd sees one scan and rolled operations.
+
+What remains of a loop has gradients of its own: the scan's is a scan in the opposite order, and those of operations on all steps are
+operations on all steps. A backward graph of single steps, n gradients of n pieces each, never comes into being.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from torch.fx import Graph, GraphModule, Node
+
+from fusewright import _torch_compat as compat
+from fusewright.capture import direct
+from fusewright.graph.canonicalize import canonicalize
+from fusewright.graph.cse import merge_common
+from fusewright.graph.view import is_op
+from fusewright.interface import RuleLog
+from fusewright.rewrite import associative, recurrence, unrolled
+from fusewright.rewrite.engine import READER, Rewriter
+from fusewright.rewrite.rules import RULES
+
+log = logging.getLogger("fusewright")
+
+_BEFORE = tuple(r for r in RULES if r.id.partition(".")[0] != "sdpa")
+"""Rules that show the loops. Attention stays as it was traced."""
+
+
+def rolled(gm: GraphModule, example_inputs: Sequence[Any], rules: RuleLog) -> GraphModule | None:
+    """The Dynamo graph of a training step as an ATen graph whose loops are scans and operations on all steps; None if it has
+    none, or is too unusual to be recorded without gradients."""
+    try:
+        aten = direct.forward(gm, example_inputs)
+    except (direct.UnsupportedCapture, RuntimeError, ValueError) as e:
+        log.info("loops of a training step stay as they are: %s", str(e).partition("\n")[0])
+        return None
+    tried = rules.copy()
+    if not _roll(aten.graph, tried):
+        return None
+    rules.hits, rules.spent = tried.hits, tried.spent
+    for old, new in zip(*(g.graph.find_nodes(op="placeholder") for g in (gm, aten)), strict=True):
+        new.meta.update(old.meta)
+    made = GraphModule(aten, aten.graph)
+    made.meta = gm.meta
+    compat.keep_sources(made, gm)
+    return made
+
+
+def _roll(graph: Graph, rules: RuleLog) -> bool:
+    """Rewrite the loops of a recorded forward graph; whether there are any, and nothing reads single states."""
+    canonicalize(graph)
+    before = RuleLog(rules.disabled)
+    Rewriter(graph, before).run(_BEFORE)
+    if "cse" not in rules.disabled:
+        merge_common(graph)
+    associative.join(graph, rules)
+    recurrence.recur(graph, rules)
+    unrolled.roll(graph, rules)
+    return bool(rules.hits) and not any(map(_in_pieces, graph.nodes))
+
+
+def _in_pieces(node: Node) -> bool:
+    """Whether single states of a scan are read, each of which has a gradient of the size of all."""
+    if not is_op(node) or READER.name(node) != "linear_scan":
+        return False
+    return sum(READER.name(u) == "select" for u in node.users) >= unrolled.LEAST_STEPS
