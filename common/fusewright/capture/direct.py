@@ -51,22 +51,34 @@ def capture(gm: GraphModule, example_inputs: Sequence[Any]) -> tuple[GraphModule
 
 
 def forward(gm: GraphModule, example_inputs: Sequence[Any]) -> GraphModule:
-    """Record what `gm` computes before gradients are traced. Raises `UnsupportedCapture` also where gradients might differ:
-    autograd has to find each operator that the user called on the way, and no part that it must not enter."""
+    """Record what `gm` computes, before gradients are traced. Raises `UnsupportedCapture` also where gradients of the recorded graph
+    might be others: where some end, or where an operator outside the opset might have none."""
     with torch.no_grad():
         _check_inputs(example_inputs)
         _check_graph(gm, compat.of_vmap)
         aten = _Recorder(gm, example_inputs).record()
     given = set[Node]()
     for node in aten.graph.nodes:
-        if node.op == "placeholder" or not given.isdisjoint(node.all_input_nodes):
+        if node.op == "get_attr":
+            raise UnsupportedCapture("the graph holds tensors")
+        if node.op == "placeholder" or (not given.isdisjoint(node.all_input_nodes) and not _creates(node)):
             given.add(node)
-        if node.op == "get_attr" or (node in given and node.target in _STOPS):
-            raise UnsupportedCapture(f"gradients stop at {node.target}")
+        if node in given and node.target in _STOPS:
+            raise UnsupportedCapture("gradients end at a detached tensor")
     return aten
 
 
 _STOPS = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+
+
+def _creates(node: Node) -> bool:
+    """Whether a recorded call makes a tensor of known values, perhaps like another one."""
+    if node.op != "call_function" or not compat.is_overload(node.target):
+        return False
+    found = ops.canonical(node.target, node.args, node.kwargs)
+    if found is None:
+        raise UnsupportedCapture(f"{node.target} may have no gradient")
+    return found[0].kind is ops.Kind.CREATION
 
 
 def _check_inputs(example_inputs: Sequence[Any]) -> None:

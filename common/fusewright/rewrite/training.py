@@ -36,33 +36,50 @@ def rolled(gm: GraphModule, example_inputs: Sequence[Any], rules: RuleLog) -> Gr
     except (direct.UnsupportedCapture, RuntimeError, ValueError) as e:
         log.info("loops of a training step stay as they are: %s", str(e).partition("\n")[0])
         return None
-    tried = rules.copy()
-    if not _roll(aten.graph, tried):
+    graph = _rolled(aten.graph, rules)
+    if graph is None:
         return None
-    rules.hits, rules.spent = tried.hits, tried.spent
-    for old, new in zip(*(g.graph.find_nodes(op="placeholder") for g in (gm, aten)), strict=True):
+    for old, new in zip(*(g.find_nodes(op="placeholder") for g in (gm.graph, graph)), strict=True):
         new.meta.update(old.meta)
-    made = GraphModule(aten, aten.graph)
+    made = GraphModule(aten, graph)
     made.meta = gm.meta
     compat.keep_sources(made, gm)
     return made
 
 
-def _roll(graph: Graph, rules: RuleLog) -> bool:
-    """Rewrite the loops of a recorded forward graph; whether there are any, and nothing reads single states."""
-    canonicalize(graph)
-    before = RuleLog(rules.disabled)
-    Rewriter(graph, before).run(_BEFORE)
+def _rolled(recorded: Graph, rules: RuleLog) -> Graph | None:
+    """A recorded forward graph with its loops rewritten; None if there are none. Chains whose states are read one by one stay: each
+    such read would have a gradient of the size of all states."""
+    canonicalize(recorded)
+    Rewriter(recorded, RuleLog(rules.disabled)).run(_BEFORE)
     if "cse" not in rules.disabled:
-        merge_common(graph)
-    associative.join(graph, rules)
-    recurrence.recur(graph, rules)
-    unrolled.roll(graph, rules)
-    return bool(rules.hits) and not any(map(_in_pieces, graph.nodes))
+        merge_common(recorded)
+    kept: set[str] = set()
+    while True:
+        graph, tried = _copy(recorded), rules.copy()
+        associative.join(graph, tried)
+        recurrence.recur(graph, tried, kept)
+        unrolled.roll(graph, tried)
+        single = {n.meta.get(recurrence.CHAIN, "") for n in graph.nodes if _in_pieces(n)}
+        if not single:
+            break
+        if single <= kept:  # a tree, whose rule knows no chains
+            return None
+        kept |= single
+    if not tried.hits:
+        return None
+    rules.hits, rules.spent = tried.hits, tried.spent
+    return graph
+
+
+def _copy(graph: Graph) -> Graph:
+    copy = Graph()
+    copy.output(copy.graph_copy(graph, {}))
+    return copy
 
 
 def _in_pieces(node: Node) -> bool:
-    """Whether single states of a scan are read, each of which has a gradient of the size of all."""
+    """Whether many single states of a scan are read."""
     if not is_op(node) or READER.name(node) != "linear_scan":
         return False
     return sum(READER.name(u) == "select" for u in node.users) >= unrolled.LEAST_STEPS

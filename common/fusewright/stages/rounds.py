@@ -21,7 +21,7 @@ MAX_ROUNDS = 32
 
 
 def _simplify(c: Compilation) -> None:
-    c.rules = RuleLog(c.options.disable_rules, c.options.fuel)
+    c.rules = c.earlier.copy() if c.earlier is not None else RuleLog(c.options.disable_rules, c.options.fuel)
     c.do(passes.REWRITE, c.graph, c.rules)
     c.do(passes.WIDEN, c.graph, c.backend.policy().wider, c.rules)
     if "cse" not in c.options.disable_rules:
