@@ -91,7 +91,8 @@ def compile_dynamo(
         with gc_paused():  # AOTAutograd compiles the backward graph in the first backward call
             if phase == "infer":  # in training, the joint graph has been rewritten
                 host_tables(aten.graph)
-            return pipeline.compile_graph(backend, parsed, aten, phase, const, mode, comparison, rules if phase == "forward" else None)
+            earlier = rules if phase == "forward" else None
+            return pipeline.compile_graph(backend, parsed, aten, phase, const, mode, comparison, earlier)
 
     rules = RuleLog(parsed.disable_rules, parsed.fuel)
 

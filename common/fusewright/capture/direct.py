@@ -51,8 +51,8 @@ def capture(gm: GraphModule, example_inputs: Sequence[Any]) -> tuple[GraphModule
 
 
 def forward(gm: GraphModule, example_inputs: Sequence[Any]) -> GraphModule:
-    """Record what `gm` computes, before gradients are traced. Raises `UnsupportedCapture` also where gradients of the recorded graph
-    might be others: where some end, or where an operator outside the opset might have none."""
+    """Record what `gm` computes, before gradients are traced. Raises `UnsupportedCapture` also where the recorded graph might have
+    other gradients: where some end, or where an operator outside the opset might have none."""
     with torch.no_grad():
         _check_inputs(example_inputs)
         _check_graph(gm, compat.of_vmap)

@@ -1,12 +1,13 @@
 """Gradients of a tensor that is taken apart.
 
-Each piece that autograd sees has a gradient of the whole tensor's size, zero elsewhere, and all of these are added up: n pieces cost n
-passes over the tensor. Where the pieces do not overlap, the sum is the pieces side by side. Adding zeros to a number changes at most
-the sign of a zero.
+The gradient of each piece has the size of the whole tensor, with zeros elsewhere, and all of these are added up: n pieces cost n
+passes over the tensor. Where the pieces do not overlap, the sum is the pieces side by side. Adding zeros changes at most the sign
+of a zero.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -50,8 +51,9 @@ def side_by_side(graph: Graph) -> None:
 
 
 def _adds(node: Any) -> bool:
-    whole = isinstance(node, Node) and node.target is aten.add.Tensor and node.kwargs.get("alpha", 1) == 1
-    return whole and all(isinstance(x, Node) for x in node.args)
+    if not isinstance(node, Node) or node.target is not aten.add.Tensor or "alpha" in node.kwargs:
+        return False
+    return all(isinstance(x, Node) for x in node.args)
 
 
 def _terms(node: Node, root: Node, seen: set[Node]) -> Iterator[Node]:
@@ -76,9 +78,9 @@ def _joined(graph: Graph, node: Node, terms: list[Node]) -> Node | None:
     found = _in_order(pieces, like)
     if found is None or any(not isinstance(n, int) for n in like.shape):
         return None
-    dim = pieces[0].args[2]
+    dim: Any = pieces[0].args[2]
     with graph.inserting_before(node):
-        new = _side_by_side(graph, list(found), int(dim) % like.dim(), like)  # type: ignore[call-overload]
+        new = _side_by_side(graph, found, dim % like.dim(), like)
         if others:
             new = _made(graph, node, aten.add.Tensor, new, others[0])
     return new
@@ -88,25 +90,26 @@ def _in_order(nodes: list[Node], like: torch.Tensor) -> list[Piece] | None:
     """The pieces by position; None if they are of other dims or types, or overlap."""
     pieces, dims = [], {n.args[2] for n in nodes}
     for n in nodes:
-        piece, grad = _piece(n), value_of(n.args[0])
+        piece, grad = _piece(n), value_of(n.all_input_nodes[0])
         if piece is None or grad.dtype != like.dtype or value_of(n).shape != like.shape:
             return None
         pieces.append(piece)
     pieces.sort(key=lambda p: p.start)
-    apart = all(a.end <= b.start for a, b in zip(pieces, pieces[1:], strict=False))
+    apart = all(a.end <= b.start for a, b in itertools.pairwise(pieces))
     return pieces if apart and len(dims) == 1 else None
 
 
 def _piece(n: Node) -> Piece | None:
-    _, sizes, dim, start, *rest = n.args
-    size = sizes[dim]  # type: ignore[index,call-overload]
+    args: Any = n.args
+    _, sizes, dim, start, *rest = args
+    size = sizes[dim]
     if not all(isinstance(x, int) for x in (size, start, *rest)) or (n.target is _SLICE and rest[1] != 1):
         return None
-    first = start + size if start < 0 else start  # type: ignore[operator]
+    first = start + size if start < 0 else start
     if n.target is _SELECT:
         return Piece(first, first + 1, n)
-    end = min(rest[0] + size if rest[0] < 0 else rest[0], size)  # type: ignore[operator]
-    return Piece(min(first, size), end, n) if first < end else None
+    end = min(rest[0] + size if rest[0] < 0 else rest[0], size)
+    return Piece(first, end, n) if 0 <= first < end else None
 
 
 def _side_by_side(graph: Graph, pieces: list[Piece], dim: int, like: torch.Tensor) -> Node:

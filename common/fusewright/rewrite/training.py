@@ -1,7 +1,7 @@
 """Unrolled loops in training: rewritten before gradients are traced, so that autograd sees one scan and rolled operations.
 
-What remains of a loop has gradients of its own: the scan's is a scan in the opposite order, and those of operations on all steps are
-operations on all steps. A backward graph of single steps, n gradients of n pieces each, never comes into being.
+What remains of a loop has gradients of its own: that of a scan is a scan in the opposite order, and those of operations on all
+steps are operations on all steps. A backward graph of single steps is never traced.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ def _step(fn: Fn, inputs: Sequence[Tensor]) -> list[Tensor | None]:
 
 
 def _rolled(fn: Fn, inputs: Sequence[Tensor], log: RuleLog | None = None) -> tuple[RuleLog, list[str]]:
-    """Run a training step whose loops are rewritten and compare it with eager's; return the rules' hits and the calls of both graphs."""
+    """Run a training step whose loops are rewritten and compare it with eager's; return the hits and the calls of both graphs."""
     log, calls = log or RuleLog(), list[str]()
 
     def keep(aten: GraphModule, *_: Any) -> Any:
@@ -93,7 +93,7 @@ LOOPS: dict[str, Fn] = {
     "the last state": lambda a, b, c, h: _states(a, b, h)[-1],
     "and the last state": lambda a, b, c, h: (torch.stack(hs := _states(a, b, h), 1), hs[-1]),
     "a product per step": lambda a, b, c, h: torch.stack([s @ w for s, w in zip(_states(a, b, h), c, strict=True)], -1),
-    "two readers": lambda a, b, c, h: torch.stack([s.sum(-1) + (s * w[:, 0]).sum(-1) for s, w in zip(_states(a, b, h), c, strict=True)]),
+    "two readers": lambda a, b, c, h: torch.stack([s.sum(-1) + (s * b[0]).sum(-1) for s in _states(a, b, h)]),
     "gates": lambda a, b, c, h: torch.stack(_states(a.sigmoid(), (1 - a.sigmoid()) * b.tanh(), h)),
     "a factor per column": lambda a, b, c, h: torch.stack(_states(a[:, 0], b, h)),
     "a number": lambda a, b, c, h: torch.stack(_states([0.9] * STEPS, b, h)),  # type: ignore[arg-type]

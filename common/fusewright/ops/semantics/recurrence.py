@@ -56,7 +56,8 @@ def _traced(a: Any, b: Any, initial: Any, dim: int) -> Any:
 def _gradients(ctx: Any, grad: Any) -> tuple[Any, ...]:
     """The gradients of a scan: that of the states is a scan in the opposite order, d[t] = a[t + 1] * d[t + 1] + grad[t]."""
     a, initial, states = ctx.saved_tensors
-    dim, steps, of_a, _, of_initial, _ = ctx.dim, states.shape[ctx.dim], *ctx.needs_input_grad
+    dim, steps = ctx.dim, states.shape[ctx.dim]
+    of_a, _, of_initial, _ = ctx.needs_input_grad
     one_before = [0, 0] * (states.dim() - 1 - dim) + [1, 0]
     factors, pad = a.expand(states.shape), torch.nn.functional.pad
     later = pad(factors.narrow(dim, 1, steps - 1).flip([dim]), one_before)  # the first is not used
