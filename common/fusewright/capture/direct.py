@@ -56,29 +56,13 @@ def forward(gm: GraphModule, example_inputs: Sequence[Any]) -> GraphModule:
     with torch.no_grad():
         _check_inputs(example_inputs)
         _check_graph(gm, compat.of_vmap)
-        aten = _Recorder(gm, example_inputs).record()
-    given = set[Node]()
+        aten = _Forward(gm, example_inputs).record()
     for node in aten.graph.nodes:
         if node.op == "get_attr":
             raise UnsupportedCapture("the graph holds tensors")
-        if node.op == "placeholder" or (not given.isdisjoint(node.all_input_nodes) and not _creates(node)):
-            given.add(node)
-        if node in given and node.target in _STOPS:
-            raise UnsupportedCapture("gradients end at a detached tensor")
+        if compat.is_overload(node.target) and ops.canonical(node.target, node.args, node.kwargs) is None:
+            raise UnsupportedCapture(f"{node.target} may have no gradient")
     return aten
-
-
-_STOPS = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
-
-
-def _creates(node: Node) -> bool:
-    """Whether a recorded call makes a tensor of known values, perhaps like another one."""
-    if node.op != "call_function" or not compat.is_overload(node.target):
-        return False
-    found = ops.canonical(node.target, node.args, node.kwargs)
-    if found is None:
-        raise UnsupportedCapture(f"{node.target} may have no gradient")
-    return found[0].kind is ops.Kind.CREATION
 
 
 def _check_inputs(example_inputs: Sequence[Any]) -> None:
@@ -379,6 +363,38 @@ class _Recorder(Interpreter):
                     self._know(r, item)
         elif result is not None:
             raise UnsupportedCapture(f"{node.target} gives {type(result).__name__}, which depends on data")
+
+
+class _Forward(_Recorder):
+    """Records what a training step computes before gradients are traced."""
+
+    def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+            return self._rewrapped(args[0], func(args[0]))
+        if compat.is_overload(func) and ops.is_mutating(func) and not self._writes_here():
+            raise UnsupportedCapture(f"{func} in a call that writes nothing itself may be hidden from gradients")
+        return super()._dispatch(func, args, kwargs)
+
+    def _rewrapped(self, made: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+        """What torch's factories return: another object for the tensor that an operator has just made."""
+        node = self._node(made)
+        found = ops.canonical(node.target, node.args, node.kwargs) if compat.is_overload(node.target) else None
+        if found is None or found[0].kind is not ops.Kind.CREATION or self.sharers[_storage(made)] != 1:
+            raise UnsupportedCapture("gradients end at a detached tensor")
+        del self.node_of[id(made)]
+        self.alive = [t for t in self.alive if t is not made]
+        self.alive.append(result)
+        self.node_of[id(result)] = node
+        return result
+
+    def _writes_here(self) -> bool:
+        """Whether the call that is being recorded is one that writes: `add_`, `setitem`, `iadd`, or with `out`."""
+        name = str(getattr(self.here.target, "__name__", self.here.target)) if self.here is not None else ""
+        return name.endswith("_") or name == "setitem" or name in _IN_PLACE or (self.here is not None and "out" in self.here.kwargs)
+
+
+_IN_PLACE = frozenset(f"i{name}" for name in "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift".split())
+"""Functions of the module `operator` that write."""
 
 
 def _dropout(args: Any, kwargs: Any) -> bool:

@@ -18,7 +18,7 @@ from fusewright.graph.canonicalize import canonicalize
 from fusewright.graph.cse import merge_common
 from fusewright.graph.view import is_op
 from fusewright.interface import RuleLog
-from fusewright.rewrite import associative, recurrence, unrolled
+from fusewright.rewrite import associative, filled, recurrence, unrolled
 from fusewright.rewrite.engine import READER, Rewriter
 from fusewright.rewrite.rules import RULES
 
@@ -59,6 +59,7 @@ def _rolled(recorded: Graph, rules: RuleLog) -> Graph | None:
         graph, tried = _copy(recorded), rules.copy()
         associative.join(graph, tried)
         recurrence.recur(graph, tried, kept)
+        filled.fill(graph, tried)
         unrolled.roll(graph, tried)
         single = {n.meta.get(recurrence.CHAIN, "") for n in graph.nodes if _in_pieces(n)}
         if not single:

@@ -15,15 +15,13 @@ from torch.fx import Graph, Node
 
 from fusewright import _torch_compat as compat
 from fusewright import ops
+from fusewright.capture.loops import LEAST_STEPS
 from fusewright.graph.effects import may_share
 from fusewright.graph.spec import value_of
 from fusewright.graph.view import is_op, is_projection
 from fusewright.interface import RuleLog
 from fusewright.ops.core import Kind, Op, unbind
 from fusewright.rewrite.engine import READER, Env, Rewriter, Rule, p
-
-LEAST_STEPS = 8
-"""Fewer steps stay as they are written."""
 
 DEEPEST = 64
 """Operations of one step that are followed."""

@@ -29,6 +29,7 @@ def _simplify(c: Compilation) -> None:
     if type(c.backend).supports is not Backend.supports:  # one that claims nothing gives eager's bits
         c.do(passes.JOIN_SCANS, c.graph, c.rules)
         c.do(passes.RECUR, c.graph, c.rules)
+        c.do(passes.FILL, c.graph, c.rules)
         c.do(passes.ROLL, c.graph, c.rules)
 
 

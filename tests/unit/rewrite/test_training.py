@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -85,6 +86,13 @@ def _updated_in_place(a: Tensor, b: Tensor, c: Tensor, h: Tensor) -> Tensor:
     return torch.stack(seen)
 
 
+def _filled(a: Tensor, b: Tensor, c: Tensor, h: Tensor) -> Tensor:
+    out = torch.empty_like(b)
+    for t, s in enumerate(_states(a, b, h)):
+        out[t] = s * a[0]
+    return out
+
+
 LOOPS: dict[str, Fn] = {
     "states": lambda a, b, c, h: torch.stack(_states(a, b, h)),
     "from zeros": lambda a, b, c, h: torch.stack(_states(a, b, torch.zeros_like(a[0]))),
@@ -101,6 +109,7 @@ LOOPS: dict[str, Fn] = {
     "backwards": _backwards,
     "two layers": lambda a, b, c, h: torch.stack(_states(torch.stack(_states(a, b, h)), a, h)),
     "updated in place": _updated_in_place,
+    "written piece by piece": _filled,
 }  # fmt: skip
 
 
@@ -158,6 +167,11 @@ def _detached(a: Tensor, b: Tensor, c: Tensor, h: Tensor) -> Tensor:
     return torch.stack(hs)
 
 
+def _hidden(a: Tensor, b: Tensor, c: Tensor, h: Tensor) -> Tensor:
+    """What clamps the lengths inside is hidden from gradients."""
+    return torch.stack([F.cosine_similarity(s, h, dim=1) for s in _states(a, b, h)])
+
+
 def _without_gradients(a: Tensor, b: Tensor, c: Tensor, h: Tensor) -> Tensor:
     with torch.no_grad():
         first = a[0] * h + b[0]
@@ -169,6 +183,7 @@ KEPT: dict[str, Fn] = {
     "states that are results": _read_one_by_one,
     "states that other loops read": lambda a, b, c, h: sum(s.sin() * k for k, s in enumerate(_states(a, b, h))),
     "a detached state": _detached,
+    "a part that torch hides": _hidden,
     "a part without gradients": _without_gradients,
     "a checkpoint": lambda a, b, c, h: checkpoint(lambda *x: torch.stack(_states(*x)), a, b, h, use_reentrant=False),
 }
