@@ -1,7 +1,7 @@
 """A tensor that a loop fills piece by piece, `out[:, t] = y`, is a stack or cat of the pieces.
 
-Without writes in place, each step makes a new tensor with one piece replaced. If every element is replaced once, what was there before
-does not matter, and the pieces are joined at once; rules for loops see a join.
+Without writes in place, each step makes a new tensor with one piece replaced. If every element is replaced once, what was there
+before does not matter, and the pieces are joined at once; rules for loops see a join.
 """
 
 from __future__ import annotations

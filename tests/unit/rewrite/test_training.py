@@ -100,6 +100,8 @@ LOOPS: dict[str, Fn] = {
     "from a row": lambda a, b, c, h: torch.stack(_states(a, b, h[0])),
     "the last state": lambda a, b, c, h: _states(a, b, h)[-1],
     "and the last state": lambda a, b, c, h: (torch.stack(hs := _states(a, b, h), 1), hs[-1]),
+    "the first state too": lambda a, b, c, h: torch.stack([h, *_states(a, b, h)], 1),
+    "states before the steps": lambda a, b, c, h: torch.stack([s * x for s, x in zip([h, *_states(a, b, h)], a, strict=False)]),
     "a product per step": lambda a, b, c, h: torch.stack([s @ w for s, w in zip(_states(a, b, h), c, strict=True)], -1),
     "two readers": lambda a, b, c, h: torch.stack([s.sum(-1) + (s * b[0]).sum(-1) for s in _states(a, b, h)]),
     "gates": lambda a, b, c, h: torch.stack(_states(a.sigmoid(), (1 - a.sigmoid()) * b.tanh(), h)),
@@ -119,7 +121,7 @@ def test_a_recurrence_is_a_scan_forward_and_backward(name: str) -> None:
     layers = 2 if name == "two layers" else 1
     assert log.hits[recurrence.ID] == layers
     assert calls.count("fusewright.linear_scan.default") == 2 * layers
-    assert len(calls) < 70, "no part of the backward graph is unrolled"
+    assert len(calls) < 80, "no part of the backward graph is unrolled"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
