@@ -368,6 +368,12 @@ class _Recorder(Interpreter):
 class _Forward(_Recorder):
     """Records what a training step computes before gradients are traced."""
 
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if "dropout" not in getattr(target, "__name__", ""):
+            return super().call_function(target, args, kwargs)
+        with compat.python_dispatcher():  # one operator, as AOTAutograd records it, that draws the same numbers
+            return super().call_function(target, args, kwargs)
+
     def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             return self._rewrapped(args[0], func(args[0]))

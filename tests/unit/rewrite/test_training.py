@@ -28,6 +28,7 @@ Fn = Callable[..., Any]
 
 def _step(fn: Fn, inputs: Sequence[Tensor]) -> list[Tensor | None]:
     """The results of a training step and the gradients of its inputs."""
+    torch.manual_seed(1)
     leaves = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
     got = fn(*leaves)
     results = list(got) if isinstance(got, list | tuple) else [got]
@@ -155,6 +156,13 @@ def test_autocast_is_recorded_once() -> None:
     for x, y in zip(got, _step(torch.autocast("cpu", torch.bfloat16)(LOOPS["a product per step"]), inputs), strict=True):
         assert x is not None and y is not None and x.dtype == y.dtype
         torch.testing.assert_close(x, y, rtol=0.02, atol=0.1)
+
+
+def test_dropout_draws_eagers_numbers() -> None:
+    def loop(a: Tensor, b: Tensor, c: Tensor, h: Tensor) -> Tensor:
+        return F.dropout(torch.stack(_states(F.dropout(a, 0.2), b, h)), 0.5)
+
+    assert _rolled(loop, _inputs(torch.float32))[0].hits[recurrence.ID] == 1
 
 
 def _read_one_by_one(a: Tensor, b: Tensor, c: Tensor, h: Tensor) -> list[Tensor]:
