@@ -94,13 +94,15 @@ def compile_dynamo(
             earlier = rules if phase == "forward" else None
             return pipeline.compile_graph(backend, parsed, aten, phase, const, mode, comparison, earlier)
 
-    rules = RuleLog(parsed.disable_rules, parsed.fuel)
+    rules: RuleLog | None = None
 
     def without_loops(gm: GraphModule, inputs: Sequence[Any]) -> GraphModule | None:
         if type(backend).supports is Backend.supports or not may_loop(gm, inputs):  # one that claims nothing gives eager's bits
             return None
         from fusewright.rewrite import training
 
+        nonlocal rules
+        rules = RuleLog(parsed.disable_rules, parsed.fuel)  # a graph that was laid out anew comes twice
         return training.rolled(gm, inputs, rules)
 
     laid = layouts.channels_last(gm) if backend.channels_last_training else None
