@@ -8,6 +8,7 @@ import ctypes
 import functools
 import json
 import logging
+import operator
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -82,10 +83,14 @@ SHARED_ELEMENTS = "more than one element of the written-to tensor refers to a si
 
 def static_input_indices() -> frozenset[int]:
     """Positions of parameters and buffers among the inputs of the graph that AOTAutograd is compiling; empty if unknown."""
+    return frozenset(_traced("static_input_indices") or ())
+
+
+def _traced(name: str) -> Any:
+    """What AOTAutograd knows of the graph that it is compiling; None if it is at none."""
     from torch._guards import TracingContext
 
-    meta = getattr(TracingContext.try_get(), "fw_metadata", None)
-    return frozenset(getattr(meta, "static_input_indices", None) or ())
+    return getattr(getattr(TracingContext.try_get(), "fw_metadata", None), name, None)
 
 
 def keep_sources(made: GraphModule, gm: GraphModule) -> None:
@@ -195,9 +200,8 @@ def is_zero_tensor(t: torch.Tensor) -> bool:
 
 def lazy_view(fake: Any, kind: str) -> torch.Tensor:
     """A lazily negated ("neg") or conjugated ("conj") view of a FakeTensor."""
-    views = {"neg": torch.ops.aten._neg_view.default, "conj": torch.ops.aten._conj.default}
     with fake_mode_of(fake):
-        return views[kind](fake)
+        return {"neg": torch.ops.aten._neg_view.default, "conj": torch.ops.aten._conj.default}[kind](fake)
 
 
 def is_tangent(node: torch.fx.Node) -> bool:
@@ -290,9 +294,7 @@ def hooks_of_all() -> tuple[dict[int, Any], dict[int, Any]]:
 def may_return_alias(op: Any) -> bool:
     """Whether a result of the operator may share memory with an argument: if the schema says so, and for composite operators,
     whose schemas do not cover the operators that they call."""
-    if any(r.alias_info is not None for r in op._schema.returns):
-        return True
-    return is_composite(op)
+    return any(r.alias_info is not None for r in op._schema.returns) or is_composite(op)
 
 
 def is_composite(op: Any) -> bool:
@@ -300,12 +302,11 @@ def is_composite(op: Any) -> bool:
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd"))
 
 
-def op_database() -> Sequence[Any]:
+def op_database() -> Any:
     """Torch's OpInfo database: operators with samples, dtypes and errors, used for torch's own tests."""
     from torch.testing._internal.common_methods_invocations import op_db
 
-    found: Sequence[Any] = op_db
-    return found
+    return op_db
 
 
 def is_elementwise_entry(op: Any) -> bool:
@@ -367,6 +368,26 @@ def leave_autocast(mode: Any) -> None:
     torch.amp.autocast_mode._exit_autocast(mode)
 
 
+_OF_VMAP = "lazy_load_decompositions _vmap_increment_nesting _vmap_decrement_nesting _add_batch_dim _remove_batch_dim".split()
+
+
+def of_vmap(target: Any) -> bool:
+    """Whether a function in a Dynamo graph enters or leaves a level of vmap, or moves a tensor there."""
+    return getattr(target, "__name__", "") in _OF_VMAP and "functorch" in str(getattr(target, "__module__", ""))
+
+
+@contextlib.contextmanager
+def leaving_vmap() -> Iterator[None]:
+    """A context that in the end leaves the levels of vmap that an error left entered."""
+    top = torch._C._functorch.peek_interpreter_stack
+    before = level.level() if (level := top()) else 0
+    try:
+        yield
+    finally:
+        while (level := top()) and level.level() > before:
+            torch._C._functorch._vmap_decrement_nesting()
+
+
 UNBACKED = "unbacked_bindings"
 """Torch's key in `node.meta` for symbols whose values depend on the node's data."""
 
@@ -389,8 +410,7 @@ def drop_dead_code(graph: Graph, kept: Callable[[torch.fx.Node], bool]) -> None:
 def sizes_settled(gm: GraphModule) -> Iterator[list[str]]:
     """A context for work on a graph whose guards are fixed: yields a list of assumptions made about its sizes nonetheless. Symbols
     created while metadata is recomputed are hidden from an enclosing torch tracing, which would look for them among its results."""
-    env = shape_env_of(gm)
-    assumed: list[str] = []
+    env, assumed = shape_env_of(gm), list[str]()
     if env is None:
         yield assumed
         return
@@ -422,13 +442,9 @@ def assuming_nothing(fake: Any) -> Iterator[None]:
         del env._check_frozen
 
 
-def _refused_guard(record: logging.LogRecord) -> bool:
-    """A filter for what torch logs while a guard is refused on purpose."""
-    return not isinstance(sys.exc_info()[1], SizesAssumed)
-
-
 for _source in ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor"):
-    logging.getLogger(_source).addFilter(_refused_guard)  # for good: threads that trace would remove each other's
+    # Torch logs guards, even if they are refused on purpose. For good: threads that trace would remove each other's filters.
+    logging.getLogger(_source).addFilter(lambda _: not isinstance(sys.exc_info()[1], SizesAssumed))
 
 
 def dispatch_mode(handler: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> Any:
@@ -472,13 +488,11 @@ def fake_mode(shape_env: Any = None) -> Any:
     return FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
 
 
-def fake_tensor(mode: Any, shape: Sequence[Any], stride: Sequence[Any], dtype: torch.dtype, device: str) -> torch.Tensor:
+def fake_tensor(mode: Any, shape: Sequence[Any], stride: Sequence[Any], dtype: torch.dtype, device: str) -> Any:
     """A FakeTensor of any device type, even one that this torch build does not support."""
     from torch._subclasses.fake_tensor import FakeTensor
 
-    storage = torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device="meta")
-    fake: torch.Tensor = FakeTensor(mode, storage, torch.device(device))
-    return fake
+    return FakeTensor(mode, torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device="meta"), torch.device(device))
 
 
 class Symbols:
@@ -526,13 +540,9 @@ class Symbols:
         from torch.utils._sympy import functions
 
         binary: dict[type, Callable[[Any, Any], Any]] = {
-            ast.Add: lambda a, b: a + b,
-            ast.Sub: lambda a, b: a - b,
-            ast.Mult: lambda a, b: a * b,
-            ast.Pow: lambda a, b: a**b,
-            ast.Mod: functions.PythonMod,
-            ast.FloorDiv: functions.FloorDiv,
-        }
+            ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Pow: operator.pow,
+            ast.Mod: functions.PythonMod, ast.FloorDiv: functions.FloorDiv,
+        }  # fmt: skip
         match node:
             case ast.Constant(value=int()):
                 return sympy.Integer(node.value)
@@ -649,7 +659,6 @@ def real_tensors() -> Any:
 WHOLE: dict[Any, Any] = {torch._C._nn.scaled_dot_product_attention: torch.ops.aten.scaled_dot_product_attention.default}
 """Functions in Dynamo graphs that are recorded as one operator, though tracing would decompose them."""
 
-
 CHECKED_IN_PYTHON: frozenset[Any] = frozenset({torch._C._nn.one_hot})
 """Functions in Dynamo graphs whose C++ form skips value checks on FakeTensors; torch has Python forms for them."""
 
@@ -699,8 +708,7 @@ def unowned(t: torch.Tensor) -> torch.Tensor:
     """A tensor that shares the memory of `t` without keeping it alive."""
     storage = t.untyped_storage()
     memory = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), t.device, storage.nbytes())
-    empty = torch.empty(0, dtype=t.dtype, device=t.device)
-    return empty.set_(memory, t.storage_offset(), t.shape, t.stride())
+    return torch.empty(0, dtype=t.dtype, device=t.device).set_(memory, t.storage_offset(), t.shape, t.stride())
 
 
 storage_uses: Callable[[int], int] = torch._C._storage_Use_Count
@@ -709,10 +717,7 @@ storage_uses: Callable[[int], int] = torch._C._storage_Use_Count
 
 def forward_results() -> int:
     """How many results of the forward graph that AOTAutograd is compiling are not saved for backward; they come first."""
-    from torch._guards import TracingContext
-
-    meta = getattr(TracingContext.try_get(), "fw_metadata", None)
-    return int(getattr(meta, "num_forward", 0) or 0)
+    return int(_traced("num_forward") or 0)
 
 
 def clear_workspaces() -> None:
@@ -746,9 +751,8 @@ def tensor_queries() -> tuple[int, int, int, list[int]]:
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 """The index of the current GPU, without a Python frame."""
 
-current_stream: Callable[[int], int] = getattr(
-    torch._C, "_cuda_getCurrentRawStream", lambda k: torch.cuda.current_stream(k).cuda_stream
-)
+_stream: Callable[[int], int] = lambda k: torch.cuda.current_stream(k).cuda_stream  # noqa: E731
+current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _stream)
 """The handle of a GPU's current stream, by GPU index, without allocating an object."""
 
 empty_strided_on_device: Callable[..., torch.Tensor] = getattr(

@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 
 from fusewright import _torch_compat as compat
 from fusewright.errors import BackendUnavailableError, OptionError, nearest
-from fusewright.interface import HOST, Backend, Phase
+from fusewright.interface import HOST, Backend, Phase, RuleLog
 from fusewright.report import warn_once
 
 if TYPE_CHECKING:
@@ -65,6 +65,7 @@ def compile_dynamo(
     `mode` is torch's: see `config.MODES`."""
     from fusewright import pipeline, registry
     from fusewright.capture import attention, capture, layouts, masks
+    from fusewright.capture.loops import may_loop
     from fusewright.capture.tables import host_tables
     from fusewright.plan.execute import broken
 
@@ -92,15 +93,27 @@ def compile_dynamo(
         with gc_paused():  # AOTAutograd compiles the backward graph in the first backward call
             if phase == "infer":  # in training, the joint graph has been rewritten
                 host_tables(aten.graph)
-            return pipeline.compile_graph(backend, parsed, aten, phase, const, mode, comparison)
+            earlier = rules if phase == "forward" else None
+            return pipeline.compile_graph(backend, parsed, aten, phase, const, mode, comparison, earlier)
+
+    rules: RuleLog | None = None
+
+    def without_loops(gm: GraphModule, inputs: Sequence[Any]) -> GraphModule | None:
+        if type(backend).supports is Backend.supports or not may_loop(gm, inputs):  # one that claims nothing gives eager's bits
+            return None
+        from fusewright.rewrite import training
+
+        nonlocal rules
+        rules = RuleLog(parsed.disable_rules, parsed.fuel)  # a graph that was laid out anew comes twice
+        return training.rolled(gm, inputs, rules)
 
     laid = layouts.channels_last(gm) if backend.channels_last_training else None
     if laid is not None:
         try:
-            return capture.capture(laid, example_inputs, compile_graph)
+            return capture.capture(laid, example_inputs, compile_graph, without_loops)
         except (RuntimeError, ValueError) as e:  # no view with such strides exists
             log.info("a training step is not channels-last: %s", str(e).partition("\n")[0])
-    return capture.capture(gm, example_inputs, compile_graph)
+    return capture.capture(gm, example_inputs, compile_graph, without_loops)
 
 
 def _parsed(cls: type[Backend] | None, options: Mapping[str, Any] | None, mode: str | None) -> Options:
@@ -125,12 +138,12 @@ def _parsed(cls: type[Backend] | None, options: Mapping[str, Any] | None, mode: 
 
 def _rules(cls: type[Backend]) -> set[str]:
     """All rule ids: the host's, those of the rows loaded with backends, and those that this backend adds."""
-    from fusewright.rewrite import associative, recurrence, unrolled, widen
+    from fusewright.rewrite import associative, filled, recurrence, unrolled, widen
     from fusewright.rewrite.rules import RULES
     from fusewright.toolkit.region import pattern
 
     cls.lowers()  # imports the backend's tables, whose rows register their ids
-    host = {"cse", widen.ID, associative.ID, recurrence.ID, *(rule.id for rule in (*RULES, *unrolled.RULES))}
+    host = {"cse", widen.ID, associative.ID, recurrence.ID, filled.ID, *(rule.id for rule in (*RULES, *unrolled.RULES))}
     return {*host, *pattern.RULES, *cls.rules}
 
 

@@ -16,7 +16,7 @@ from fusewright.cache.tune import Tuner
 from fusewright.config import Options
 from fusewright.graph import verify
 from fusewright.graph.canonicalize import CANONICALIZE
-from fusewright.interface import Backend, Phase
+from fusewright.interface import Backend, Phase, RuleLog
 from fusewright.plan import build as plan_build
 from fusewright.plan import labels
 from fusewright.plan.execute import cached, compared
@@ -45,12 +45,12 @@ def _compile(c: Compilation) -> Run:
 
 def compile_graph(
     backend: Backend, options: Options, gm: GraphModule, phase: Phase, const: frozenset[Node], mode: str,
-    comparison: compared.Comparison | None = None,
+    comparison: compared.Comparison | None = None, earlier: RuleLog | None = None,
 ) -> Callable[[list[Any]], Any]:  # fmt: skip
     """Run every stage on one ATen graph, or find its plan in the cache. Return a callable that takes (and empties) a list of
-    inputs; with a `comparison`, eager may replace it."""
+    inputs; with a `comparison`, eager may replace it. `earlier` are rewrites that the graph already shows."""
     half = comparison.half(gm, phase) if comparison is not None else None
-    run = _found_or_compiled(backend, options, gm, phase, const, mode)
+    run = _found_or_compiled(backend, options, gm, phase, const, mode, earlier)
     if comparison is not None and half is not None:
         return comparison.add(half, run)
     return strictly(run) if options.strict else run
@@ -74,11 +74,11 @@ def comparison(backend: Backend, options: Options) -> compared.Comparison | None
 
 
 def _found_or_compiled(
-    backend: Backend, options: Options, gm: GraphModule, phase: Phase, const: frozenset[Node], mode: str
+    backend: Backend, options: Options, gm: GraphModule, phase: Phase, const: frozenset[Node], mode: str, earlier: RuleLog | None
 ) -> Run:
     report = GraphReport(backend.name, phase, mode)
     tuner = Tuner(backend.fingerprint(), options.cache, backend.policy().count_workers())
-    c = Compilation(backend, options, gm, phase, const, report, tuner, lambda c: _compile(c), handover=Handover.of(phase))
+    c = Compilation(backend, options, gm, phase, const, report, tuner, lambda c: _compile(c), earlier, handover=Handover.of(phase))
     timed(c, "canonicalize", _canonicalize)
     if options.cache and options.fallback != "error" and not options.dump and not is_recording() and _plainly_traced(gm):
         c.slot = cached.slot(backend, options, gm, phase, const)

@@ -23,17 +23,29 @@ Compile = Callable[[GraphModule, Phase, frozenset[Node], str], Callable[[list[An
 """(ATen graph, phase, constant placeholders, mode) -> a callable that takes and empties a list of inputs."""
 
 
-def capture(gm: GraphModule, example_inputs: Sequence[Any], compile_graph: Compile) -> Callable[..., Any]:
-    """Compile a Dynamo graph: directly where that is known to be correct, else through AOTAutograd."""
-    return storage.zeros_in_memory(_captured(gm, example_inputs, compile_graph), example_inputs)
+Rewrite = Callable[[GraphModule, Sequence[Any]], GraphModule | None]
+"""(Dynamo graph of a training step, inputs) -> an ATen graph in its place, or None; see `rewrite.training`."""
 
 
-def _captured(gm: GraphModule, example_inputs: Sequence[Any], compile_graph: Compile) -> Callable[..., Any]:
+def capture(
+    gm: GraphModule, example_inputs: Sequence[Any], compile_graph: Compile, rewrite: Rewrite = lambda *_: None
+) -> Callable[..., Any]:
+    """Compile a Dynamo graph: directly where that is known to be correct, else through AOTAutograd. `rewrite` may replace the
+    graph of a training step before gradients are traced."""
+    return storage.zeros_in_memory(_captured(gm, example_inputs, compile_graph, rewrite), example_inputs)
+
+
+def _captured(
+    gm: GraphModule, example_inputs: Sequence[Any], compile_graph: Compile, rewrite: Rewrite
+) -> Callable[..., Any]:
     try:
         aten, constants = direct.capture(gm, example_inputs)
     except direct.UnsupportedCapture as doubt:
         mode = f"aot ({str(doubt).splitlines()[0]})"
         try:
+            if (rewritten := rewrite(gm, example_inputs)) is not None:
+                with compat.disable_autocast():
+                    return _without_autocast(through_aot(rewritten, example_inputs, compile_graph, mode))
             return through_aot(gm, example_inputs, compile_graph, mode)
         except RuntimeError as e:
             if compat.SHARED_ELEMENTS not in str(e) or not any(map(storage.overlaps, example_inputs)):
@@ -42,12 +54,17 @@ def _captured(gm: GraphModule, example_inputs: Sequence[Any], compile_graph: Com
             return gm.forward  # it raises its own error, or runs if eager allows it
     with compat.disable_autocast():  # it would change the types of products that the compiler makes or measures
         run = compile_graph(aten, "infer", constants, "direct")
-    if not compat.autocast_enabled():
-        return lambda *args: run(list(args))
+    return _without_autocast(lambda *args: run(list(args)))
 
-    def without_autocast(*args: Any) -> Any:  # its casts are already ops of the graph
+
+def _without_autocast(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Switch autocast off around `run`: its casts are already ops of the graph."""
+    if not compat.autocast_enabled():
+        return run
+
+    def without_autocast(*args: Any) -> Any:
         with compat.disable_autocast():
-            return run(list(args))
+            return run(*args)
 
     return without_autocast
 

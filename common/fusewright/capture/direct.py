@@ -9,8 +9,8 @@ they run.
 from __future__ import annotations
 
 import operator
-from collections import Counter
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -50,6 +50,21 @@ def capture(gm: GraphModule, example_inputs: Sequence[Any]) -> tuple[GraphModule
     return recorder.record(), recorder.constants()
 
 
+def forward(gm: GraphModule, example_inputs: Sequence[Any]) -> GraphModule:
+    """Record what `gm` computes, before gradients are traced. Raises `UnsupportedCapture` also where the recorded graph might have
+    other gradients: where some end, or where an operator outside the opset might have none."""
+    with torch.no_grad():
+        _check_inputs(example_inputs)
+        _check_graph(gm, compat.of_vmap)
+        aten = _Forward(gm, example_inputs).record()
+    for node in aten.graph.nodes:
+        if node.op == "get_attr":
+            raise UnsupportedCapture("the graph holds tensors")
+        if compat.is_overload(node.target) and ops.canonical(node.target, node.args, node.kwargs) is None:
+            raise UnsupportedCapture(f"{node.target} may have no gradient")
+    return aten
+
+
 def _check_inputs(example_inputs: Sequence[Any]) -> None:
     grad = torch.is_grad_enabled()
     for x in example_inputs:
@@ -63,12 +78,13 @@ def _check_inputs(example_inputs: Sequence[Any]) -> None:
             raise UnsupportedCapture("gradients are needed")
 
 
-def _check_graph(gm: GraphModule) -> None:
-    """Reject a graph with a node that may not be run here, before anything runs."""
+def _check_graph(gm: GraphModule, undone: Callable[[Any], bool] = lambda target: False) -> None:
+    """Reject a graph with a node that may not be run here, before anything runs. `undone` are functions whose effects a failed
+    recording undoes."""
     for node in gm.graph.nodes:
         if node.op == "call_module" or compat.is_higher_order(node.target):
             raise UnsupportedCapture(f"the graph calls {node.target}")
-        if node.op == "call_function" and not compat.computes(node.target):
+        if node.op == "call_function" and not (compat.computes(node.target) or undone(node.target)):
             raise UnsupportedCapture(f"the graph calls {getattr(node.target, '__name__', node.target)}, which may switch a mode")
         if _symbolic(node.meta.get("example_value")) or compat.UNBACKED in node.meta:
             raise UnsupportedCapture("sizes are symbolic")
@@ -99,7 +115,10 @@ class _Recorder(Interpreter):
         self.root = torch.nn.Module()
         self.node_of: dict[int, Node] = {}
         self.alive: list[torch.Tensor] = []  # ids are unique only while their objects live
-        self.sharers: Counter[int] = Counter()
+        self.sharers: dict[int, list[torch.Tensor]] = defaultdict(list)
+        """Tensors by the memory that they show."""
+        self.moved: dict[int, tuple[list[Node], torch.Tensor]] = {}
+        """Tensors, by id, that are views of a tensor which was written since: the views that lead there, and the tensor."""
         self.stale: set[int] = set()
         """Tensors, by id, whose memory was changed through a view."""
         self.here: Node | None = None
@@ -119,7 +138,7 @@ class _Recorder(Interpreter):
 
     def record(self) -> GraphModule:
         fakes = [self._input(n, x) for n, x in zip(self.inputs, self.examples, strict=True)]
-        with self.fake_mode, compat.dispatch_mode(self._dispatch):
+        with self.fake_mode, compat.dispatch_mode(self._dispatch), compat.leaving_vmap():
             try:
                 returned = self.run(*fakes)
             except Exception as error:
@@ -155,7 +174,7 @@ class _Recorder(Interpreter):
 
     def _know(self, t: torch.Tensor, node: Node) -> None:
         if id(t) not in self.node_of:
-            self.sharers[_storage(t)] += 1
+            self.sharers[_storage(t)].append(t)
             self.alive.append(t)
         self.node_of[id(t)] = node
 
@@ -172,6 +191,12 @@ class _Recorder(Interpreter):
             raise UnsupportedCapture("a tensor comes from outside the graph")
         if id(t) in self.stale:
             raise UnsupportedCapture("a tensor is read after its memory was written through another one")
+        if id(t) in self.moved:
+            way, whole = self.moved.pop(id(t))
+            node = self._node(whole)
+            for view in reversed(way):
+                node = self._made(view.target, node, *view.args[1:])
+            self.node_of[id(t)] = node
         return node
 
     def run_node(self, n: Node) -> Any:
@@ -257,7 +282,7 @@ class _Recorder(Interpreter):
 
     def _whole(self, written: torch.Tensor) -> torch.Tensor | None:
         """The tensor that `written` is a part of, if the graph made it and `written` is a view of its present value."""
-        first = next((t for t in self.alive if _storage(t) == _storage(written)), written)
+        first = next(iter(self.sharers[_storage(written)]), written)
         made = self._node(first).op == "call_function" and first.is_contiguous()
         return first if made and self._views(written, first) else None
 
@@ -272,24 +297,26 @@ class _Recorder(Interpreter):
         return found
 
     def _put(self, value: Node, part: torch.Tensor, whole: torch.Tensor) -> None:
-        """Write a value into a part of a tensor: `whole` gets a new value, of which its views are made again."""
-        sharing = [t for t in self.alive if _storage(t) == _storage(whole) and t is not whole and id(t) not in self.stale]
-        views = {id(t): self._views(t, whole) for t in sharing}
-        for view in views[id(part)]:
+        """Write a value into a part of a tensor: `whole` gets a new value, of which its views are made again when they are read."""
+        for view in self._views(part, whole):
             scatter = _PARTS[view.target]
             value = value if scatter is None else self._made(scatter, view.args[0], value, *view.args[1:])
+        for t in self.sharers[_storage(whole)]:
+            if t is whole or id(t) in self.stale or id(t) in self.moved:
+                continue
+            if way := self._views(t, whole):
+                self.moved[id(t)] = way, whole
+            else:
+                self.stale.add(id(t))
         self.node_of[id(whole)] = value
-        for name, way in views.items():
-            node = value
-            for view in reversed(way):
-                node = self._made(view.target, node, *view.args[1:])
-            self.node_of[name] = node
-            if not way:
-                self.stale.add(name)
 
     def _made(self, target: Any, *args: Any) -> Node:
         node = self.out.call_function(target, args)
-        node.meta.update(val=target(*(a.meta["val"] if isinstance(a, Node) else a for a in args)), **self._place())
+        before, self.paused = self.paused, True  # a view may be made again wherever it is read
+        try:
+            node.meta.update(val=target(*(a.meta["val"] if isinstance(a, Node) else a for a in args)), **self._place())
+        finally:
+            self.paused = before
         return node
 
     def _place(self) -> dict[str, Any]:
@@ -312,7 +339,7 @@ class _Recorder(Interpreter):
         """Require that the graph made this tensor and nothing shares its memory, so that a write is invisible outside."""
         if not isinstance(written, torch.Tensor) or self._node(written).op != "call_function":
             raise UnsupportedCapture(f"{func} writes in place")
-        if self.sharers[_storage(written)] != 1:
+        if len(self.sharers[_storage(written)]) != 1:
             raise UnsupportedCapture(f"{func} writes into a tensor that has views")
 
     def _restrided(self, tensor: torch.Tensor, size: Any, stride: Any, offset: Any = None) -> torch.Tensor:
@@ -347,6 +374,44 @@ class _Recorder(Interpreter):
                     self._know(r, item)
         elif result is not None:
             raise UnsupportedCapture(f"{node.target} gives {type(result).__name__}, which depends on data")
+
+
+class _Forward(_Recorder):
+    """Records what a training step computes before gradients are traced."""
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if "dropout" not in getattr(target, "__name__", ""):
+            return super().call_function(target, args, kwargs)
+        with compat.python_dispatcher():  # one operator, as AOTAutograd records it, that draws the same numbers
+            return super().call_function(target, args, kwargs)
+
+    def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+            return self._rewrapped(args[0], func(args[0]))
+        if compat.is_overload(func) and ops.is_mutating(func) and not self._writes_here():
+            raise UnsupportedCapture(f"{func} in a call that writes nothing itself may be hidden from gradients")
+        return super()._dispatch(func, args, kwargs)
+
+    def _rewrapped(self, made: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+        """What torch's factories return: another object for the tensor that an operator has just made."""
+        node = self._node(made)
+        found = ops.canonical(node.target, node.args, node.kwargs) if compat.is_overload(node.target) else None
+        if found is None or found[0].kind is not ops.Kind.CREATION or len(self.sharers[_storage(made)]) != 1:
+            raise UnsupportedCapture("gradients end at a detached tensor")
+        del self.node_of[id(made)]
+        self.alive.append(result)
+        self.sharers[_storage(made)] = [result]
+        self.node_of[id(result)] = node
+        return result
+
+    def _writes_here(self) -> bool:
+        """Whether the call that is being recorded is one that writes: `add_`, `setitem`, `iadd`, or with `out`."""
+        name = str(getattr(self.here.target, "__name__", self.here.target)) if self.here is not None else ""
+        return name.endswith("_") or name == "setitem" or name in _IN_PLACE or (self.here is not None and "out" in self.here.kwargs)
+
+
+_IN_PLACE = frozenset(f"i{name}" for name in "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift".split())
+"""Functions of the module `operator` that write."""
 
 
 def _dropout(args: Any, kwargs: Any) -> bool:

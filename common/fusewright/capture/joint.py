@@ -9,6 +9,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
+from fusewright.capture.pieces import side_by_side
 from fusewright.capture.tables import host_tables
 from fusewright.graph.cse import merge_common
 from fusewright.graph.fills import full_before, host_scalars, size_fills
@@ -39,6 +40,7 @@ def before_cut(graph: Graph) -> None:
     unread_seeds(graph)
     clamped_by_result(graph)
     cropped_from_padded(graph)
+    side_by_side(graph)
     merge_common(graph)
     host_tables(graph)
     tested_for_equality(graph)

@@ -30,7 +30,7 @@ from fusewright.plan.inplace import copied_together, reduced_in_place, updated_i
 from fusewright.plan.replay.inference import DIVIDE
 from fusewright.plan.replay.pieces import PIECES
 from fusewright.plan.verify import FRAGMENT, PLACE, PLAN, Answer
-from fusewright.rewrite import associative, expand, recurrence, unrolled, widen
+from fusewright.rewrite import associative, expand, filled, recurrence, unrolled, widen
 from fusewright.rewrite.engine import Rewriter
 from fusewright.rewrite.rules import RULES
 from fusewright.toolkit.fuse.build import with_buffers
@@ -65,6 +65,7 @@ WIDEN = Pass("widen", "graph", GRAPH, widen.widen, in_place)
 CSE = Pass("cse", "graph", GRAPH, merge_common, in_place)
 JOIN_SCANS = Pass("joined_scans", "graph", GRAPH, associative.join, in_place)
 RECUR = Pass("recurrences", "graph", GRAPH, recurrence.recur, in_place)
+FILL = Pass("filled", "graph", GRAPH, filled.fill, in_place)
 ROLL = Pass("rolled", "graph", GRAPH, unrolled.roll, in_place)
 EXPAND = Pass("expand", "graph", GRAPH, expand.on_claim, lambda args, expanded: expanded[:1])
 PARTITION = Pass("partition", "graph", REGION, partition, lambda args, found: found.regions)
@@ -78,7 +79,7 @@ JOIN = Pass("copied_together", "plan", PLAN, copied_together)
 PASSES: tuple[tuple[str, str, tuple[Pass[Any, Any], ...]], ...] = (
     # ATen overloads become rows of the opset; exact rules; wider products; common subexpressions; scans, recurrences and loops;
     # composites opened on claim
-    ("graph", "graph", (CANONICALIZE, REWRITE, WIDEN, CSE, JOIN_SCANS, RECUR, ROLL, EXPAND)),
+    ("graph", "graph", (CANONICALIZE, REWRITE, WIDEN, CSE, JOIN_SCANS, RECUR, FILL, ROLL, EXPAND)),
     # claimed ops in convex groups; the backend's rewrite rows over a region; its calls and kernels for a region
     ("graph", "region", (PARTITION,)),
     ("region", "region", (claimed, rewrite)),

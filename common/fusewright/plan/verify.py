@@ -391,10 +391,11 @@ def _taken_over(p: PlacementFacts) -> Iterator[str]:
 
 
 def _arena(p: PlacementFacts) -> Iterator[str]:
+    results = {v for w in p.wanted for v in p.facts.root(w)}
     for v, low, high in p.slots:
         if low < 0 or high > p.placement.arena_bytes:
             yield f"%{v} lies outside of the arena"
-        if any(v in p.facts.root(w) for w in p.wanted):
+        if v in results:
             yield f"%{v} is a result, but lies in the arena"
 
 

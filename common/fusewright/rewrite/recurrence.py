@@ -7,7 +7,7 @@ do; states of half types are carried in fp32.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,9 +40,14 @@ class Step:
     """How the step is written, by a number."""
 
 
-def recur(graph: Graph, log: RuleLog) -> None:
-    """Compute the states of linear recurrences at once, in place, in a canonical graph."""
-    chains = [] if ID in log.disabled else list(_chains(graph))
+CHAIN = "chain"
+"""The key in a scan's metadata for the name of the last node that it replaces."""
+
+
+def recur(graph: Graph, log: RuleLog, kept: Collection[str] = ()) -> None:
+    """Compute the states of linear recurrences at once, in place, in a canonical graph. Chains whose last node is named in `kept`
+    stay."""
+    chains = [] if ID in log.disabled else [c for c in _chains(graph) if c[-1].node.name not in kept]
     if not chains:
         return
     r, place = Rewriter(graph, log), {n: k for k, n in enumerate(graph.nodes)}
@@ -172,7 +177,7 @@ class _Recurrence:
             return False
         dim %= self.like.dim() + 1
         order, call = [*range(1, dim + 1), 0, *range(dim + 1, self.like.dim() + 1)], self.r.call
-        states = call("linear_scan", (call("permute", (a, order)), call("permute", (b, order)), before, dim))
+        states = self._scan(call("permute", (a, order)), call("permute", (b, order)), before, dim)
         if not alike(value_of(states), value_of(stack)):
             return False
         if others:
@@ -296,7 +301,12 @@ class _Recurrence:
             a, b = call("permute", (a, dims)), call("permute", (b, dims))
             if before is not None:
                 before = call("permute", (call("expand", (before, list(self.like.shape))), order))
-        return call("linear_scan", (a, b, before, 0))
+        return self._scan(a, b, before, 0)
+
+    def _scan(self, *operands: Any) -> Node:
+        states = self.r.call("linear_scan", operands)
+        states.meta[CHAIN] = self.last.name
+        return states
 
     def _piece(self, states: Node, at: int, like: Node | None = None) -> Node:
         order = self._order()

@@ -15,15 +15,13 @@ from torch.fx import Graph, Node
 
 from fusewright import _torch_compat as compat
 from fusewright import ops
+from fusewright.capture.loops import LEAST_STEPS
 from fusewright.graph.effects import may_share
 from fusewright.graph.spec import value_of
 from fusewright.graph.view import is_op, is_projection
 from fusewright.interface import RuleLog
 from fusewright.ops.core import Kind, Op, unbind
 from fusewright.rewrite.engine import READER, Env, Rewriter, Rule, p
-
-LEAST_STEPS = 8
-"""Fewer steps stay as they are written."""
 
 DEEPEST = 64
 """Operations of one step that are followed."""
@@ -51,7 +49,7 @@ def _rolled(r: Rewriter, node: Node, env: Env) -> Node | None:
         return None
     loop = Loop(r, len(steps))
     found = loop.roll(steps, frozenset({node}))
-    if found is None or not (loop.gains or _of_recurrence(steps)):
+    if found is None or not (loop.gains or _of_recurrence(steps[1:])):
         return None
     return _laid_out(r, found, node)
 
@@ -105,7 +103,8 @@ class Loop:
     def roll(self, steps: tuple[Node, ...], readers: frozenset[Node], depth: int = 0) -> Node | None:
         """All `steps` as one value with them as its first dimension. `readers` are computed from it instead."""
         if steps not in self.made:
-            found = self._pieces(steps) or self._computed(steps, readers, depth) or (self._joined(steps) if depth else None)
+            found = self._pieces(steps) or self._states_after(steps) or self._computed(steps, readers, depth)
+            found = found or (self._joined(steps) if depth else None)
             if found is None:
                 return None
             self.made[steps] = found
@@ -122,14 +121,22 @@ class Loop:
             return None
         call, first = self.r.call, min(x[2] for x in found)
         shape, rank = list(value_of(source).shape), value_of(source).dim()
-        whole = call("slice", (source, dim, first, first + self.count * width, 1))
+        whole = call("slice", (source, dim, first, first + len(steps) * width, 1))
         if kept:
             if not all(isinstance(n, int) for n in shape):
                 return None
-            whole = call("reshape", (whole, [*shape[:dim], self.count, width, *shape[dim + 1 :]]))
+            whole = call("reshape", (whole, [*shape[:dim], len(steps), width, *shape[dim + 1 :]]))
             rank += 1
         view = call("permute", (whole, [dim, *(d for d in range(rank) if d != dim)]))
         return view if ascends > 0 else call("flip", (view, [0]))
+
+    def _states_after(self, steps: tuple[Node, ...]) -> Node | None:
+        """The states of a scan behind the one before its first step."""
+        first, *others = steps
+        if not _of_recurrence(tuple(others)) or not _same_type(first, others[0]):
+            return None
+        states = self._pieces(tuple(others))
+        return None if states is None else self.r.call("cat", ([self.r.call("unsqueeze", (first, 0)), states], 0))
 
     def _computed(self, steps: tuple[Node, ...], readers: frozenset[Node], depth: int) -> Node | None:
         """The operation that all steps call, called once. Nobody else may read a step: it would be computed twice."""

@@ -59,6 +59,8 @@ class Compilation:
     again: Callable[[Compilation], Run]
     """Compile once more, starting from the facts so far."""
     constants: constants.Constants = field(init=False)
+    earlier: RuleLog | None = None
+    """The host's rewrites before gradients were traced."""
     rules: RuleLog = field(init=False)
     """The host's rewrites; every attempt to lower continues counting from here."""
     working: Graph = field(init=False)

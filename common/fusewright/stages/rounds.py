@@ -21,7 +21,7 @@ MAX_ROUNDS = 32
 
 
 def _simplify(c: Compilation) -> None:
-    c.rules = RuleLog(c.options.disable_rules, c.options.fuel)
+    c.rules = c.earlier.copy() if c.earlier is not None else RuleLog(c.options.disable_rules, c.options.fuel)
     c.do(passes.REWRITE, c.graph, c.rules)
     c.do(passes.WIDEN, c.graph, c.backend.policy().wider, c.rules)
     if "cse" not in c.options.disable_rules:
@@ -29,6 +29,7 @@ def _simplify(c: Compilation) -> None:
     if type(c.backend).supports is not Backend.supports:  # one that claims nothing gives eager's bits
         c.do(passes.JOIN_SCANS, c.graph, c.rules)
         c.do(passes.RECUR, c.graph, c.rules)
+        c.do(passes.FILL, c.graph, c.rules)
         c.do(passes.ROLL, c.graph, c.rules)
 
 

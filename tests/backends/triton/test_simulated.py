@@ -55,6 +55,27 @@ def test_models_pass_the_fp64_rule(model: str, backend: str, dtype: suite.DType)
     assert verdict.passed, verdict.reason
 
 
+def _state_space(a: Tensor, b: Tensor, c: Tensor, h: Tensor) -> Tensor:
+    ys = []
+    for t in range(a.shape[1]):
+        h = a[:, t] * h + b[:, t]
+        ys.append((h * c[:, t]).sum(-1))
+    return torch.stack(ys, 1)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_recurrence_in_training_is_a_kernel_forward_and_one_backward(backend: str) -> None:
+    g = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(s, generator=g, requires_grad=True) for s in ((2, 10, 3, 4), (2, 10, 3, 4), (2, 10, 1, 4), (2, 3, 4))]
+    weight = torch.randn(2, 10, 3, generator=g)
+    wanted = torch.autograd.grad((_state_space(*inputs) * weight).sum(), inputs)
+    with report.recording() as reports:
+        got = torch.autograd.grad((simulated(_state_space, backend)(*inputs) * weight).sum(), inputs)
+    assert reports[0].rules["loop.recurrence"] == 1 and all(r.count("lowered") < 40 for r in reports)
+    for x, y in zip(got, wanted, strict=True):
+        torch.testing.assert_close(x, y)
+
+
 def test_torchs_own_convolution_reads_the_strides_that_were_traced() -> None:
     """The convolution before it is channels-last; for such an input the transposed one would return untraced strides."""
     up = torch.nn.Sequential(

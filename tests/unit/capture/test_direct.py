@@ -202,3 +202,26 @@ def test_a_write_whose_overload_has_another_name_out_of_place(write: Any) -> Non
 
     x = torch.rand(5) + 0.5
     torch.testing.assert_close(torch.compile(fn, backend="fusewright_null", options={"fallback": "allow"})(x), fn(x))
+
+
+@pytest.mark.parametrize("steps", [4, 8])
+def test_views_of_a_tensor_that_is_filled_are_made_again_only_to_be_read(steps: int) -> None:
+    """A loop that fills a tensor is recorded in a number of calls that grows as its steps do."""
+
+    def fill(x: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(x)
+        first = out[0]
+        for t in range(steps):
+            out[t] = x[t].sin()
+        return out + first
+
+    graphs: list[torch.fx.Graph] = []
+
+    def backend(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        aten, _ = direct.capture(gm, inputs)
+        graphs.append(aten.graph)
+        return aten
+
+    x = torch.randn(steps, 3)
+    assert torch.equal(torch.compile(fill, backend=backend, dynamic=False)(x), fill(x))
+    assert len(graphs[0].find_nodes(op="call_function", target=torch.ops.aten.select.int)) == 2 * steps + 2

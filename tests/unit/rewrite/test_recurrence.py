@@ -116,6 +116,10 @@ LOOPS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Any]] = {
     "the last state": lambda a, b, c, h: _loop(lambda h, x, y: x * h + y, a, b, first=h)[-1],
     "and the last state": lambda a, b, c, h: (lambda hs: (torch.stack(hs, 1), hs[-1]))(_loop(lambda h, x, y: x * h + y, a, b)),
     "a view of the last": lambda a, b, c, h: (lambda hs: (torch.stack(hs), hs[-1].t()))(_loop(lambda h, x, y: x * h + y, a, b)),
+    "the first state too": lambda a, b, c, h: torch.stack([h, *_loop(lambda h, x, y: x * h + y, a, b, first=h)]),
+    "states before the steps": lambda a, b, c, h: torch.stack(
+        [s.exp() * x for s, x in zip([h, *_loop(lambda h, x, y: x * h + y, a, b, first=h)], a, strict=False)]
+    ),
     "products": lambda a, b, c, h: torch.stack([s @ w for s, w in zip(_loop(lambda h, x, y: x * h + y, a, b), c, strict=True)]),
     "a number": lambda a, b, c, h: torch.stack(_loop(lambda h, y: 0.9 * h + y, b)),
     "a moving average": lambda a, b, c, h: torch.stack(_loop(lambda h, y: 0.9 * h + 0.1 * y, b)),

@@ -53,7 +53,40 @@ def _traced(a: Any, b: Any, initial: Any, dim: int) -> Any:
     return torch.empty(b.shape, dtype=b.dtype, device=b.device)
 
 
+def _gradients(ctx: Any, grad: Any) -> tuple[Any, ...]:
+    """The gradients of a scan: that of the states is a scan in the opposite order, d[t] = a[t + 1] * d[t + 1] + grad[t]."""
+    a, initial, states = ctx.saved_tensors
+    dim, steps = ctx.dim, states.shape[ctx.dim]
+    of_a, _, of_initial, _ = ctx.needs_input_grad
+    one_before = [0, 0] * (states.dim() - 1 - dim) + [1, 0]
+    factors, pad = a.expand(states.shape), torch.nn.functional.pad
+    later = pad(factors.narrow(dim, 1, steps - 1).flip([dim]), one_before)  # the first is not used
+    d = linear_scan_op(later, grad.flip([dim]), None, dim).flip([dim])
+    first = d.select(dim, 0)
+    da = None
+    if of_a and initial is None:
+        da = pad(d.narrow(dim, 1, steps - 1) * states.narrow(dim, 0, steps - 1), one_before)
+    elif of_a:
+        begun = initial.expand(first.shape).to(states.dtype).unsqueeze(dim)
+        da = d * torch.cat([begun, states.narrow(dim, 0, steps - 1)], dim)
+    dh = factors.select(dim, 0) * first if of_initial else None
+    return _summed(da, a), d, _summed(dh, initial), None
+
+
+def _summed(grad: Any, like: Any) -> Any:
+    """The gradient of a tensor that was broadcast."""
+    return None if grad is None else grad.sum_to_size(like.shape).to(like.dtype)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    a, b, initial, dim = inputs
+    ctx.dim = dim % b.dim()
+    ctx.save_for_backward(a, initial, output)
+
+
 _library = torch.library.Library("fusewright", "FRAGMENT")
 _library.define("linear_scan(Tensor a, Tensor b, Tensor? initial, int dim) -> Tensor")
 _library.impl("linear_scan", linear_scan, "CompositeExplicitAutograd")
 torch.library.register_fake("fusewright::linear_scan", _traced, lib=_library)
+linear_scan_op = torch.ops.fusewright.linear_scan.default
+torch.library.register_autograd("fusewright::linear_scan", _gradients, setup_context=_keep, lib=_library)

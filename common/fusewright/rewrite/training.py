@@ -1,0 +1,86 @@
+"""Unrolled loops in training: rewritten before gradients are traced, so that autograd sees one scan and rolled operations.
+
+What remains of a loop has gradients of its own: that of a scan is a scan in the opposite order, and those of operations on all
+steps are operations on all steps. A backward graph of single steps is never traced.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from torch.fx import Graph, GraphModule, Node
+
+from fusewright import _torch_compat as compat
+from fusewright.capture import direct
+from fusewright.graph.canonicalize import canonicalize
+from fusewright.graph.cse import merge_common
+from fusewright.graph.view import is_op
+from fusewright.interface import RuleLog
+from fusewright.rewrite import associative, filled, recurrence, unrolled
+from fusewright.rewrite.engine import READER, Rewriter
+from fusewright.rewrite.rules import RULES
+
+log = logging.getLogger("fusewright")
+
+_BEFORE = tuple(r for r in RULES if r.id.partition(".")[0] != "sdpa")
+"""Rules that show the loops. Attention stays as it was traced."""
+
+
+def rolled(gm: GraphModule, example_inputs: Sequence[Any], rules: RuleLog) -> GraphModule | None:
+    """The Dynamo graph of a training step as an ATen graph whose loops are scans and operations on all steps; None if it has
+    none, or is too unusual to be recorded without gradients."""
+    try:
+        aten = direct.forward(gm, example_inputs)
+    except Exception as e:  # of any kind: the step as it was written can still be traced
+        log.info("loops of a training step stay as they are: %s", str(e).partition("\n")[0])
+        return None
+    graph = _rolled(aten.graph, rules)
+    if graph is None:
+        return None
+    for old, new in zip(*(g.find_nodes(op="placeholder") for g in (gm.graph, graph)), strict=True):
+        new.meta.update(old.meta)
+    made = GraphModule(aten, graph)
+    made.meta = gm.meta
+    compat.keep_sources(made, gm)
+    return made
+
+
+def _rolled(recorded: Graph, rules: RuleLog) -> Graph | None:
+    """A recorded forward graph with its loops rewritten; None if there are none. Chains whose states are read one by one stay: each
+    such read would have a gradient of the size of all states."""
+    canonicalize(recorded)
+    Rewriter(recorded, RuleLog(rules.disabled)).run(_BEFORE)
+    if "cse" not in rules.disabled:
+        merge_common(recorded)
+    kept: set[str] = set()
+    while True:
+        graph, tried = _copy(recorded), rules.copy()
+        associative.join(graph, tried)
+        recurrence.recur(graph, tried, kept)
+        filled.fill(graph, tried)
+        unrolled.roll(graph, tried)
+        single = {n.meta.get(recurrence.CHAIN, "") for n in graph.nodes if _in_pieces(n)}
+        if not single:
+            break
+        if single <= kept:  # a tree, whose rule knows no chains
+            return None
+        kept |= single
+    if not tried.hits:
+        return None
+    rules.hits, rules.spent = tried.hits, tried.spent
+    return graph
+
+
+def _copy(graph: Graph) -> Graph:
+    copy = Graph()
+    copy.output(copy.graph_copy(graph, {}))
+    return copy
+
+
+def _in_pieces(node: Node) -> bool:
+    """Whether many single states of a scan are read."""
+    if not is_op(node) or READER.name(node) != "linear_scan":
+        return False
+    return sum(READER.name(u) == "select" for u in node.users) >= unrolled.LEAST_STEPS
