@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ def canonicalize(graph: Graph) -> list[str]:
     """
     disagreements = []
     foreach.single(graph)
+    _flat_results(graph)
     host_scalars(graph)
     size_fills(graph)
     number_fills(graph)
@@ -48,6 +50,52 @@ def canonicalize(graph: Graph) -> list[str]:
                 node.meta[verify.UNTRUSTED] = f"the opset does not describe it as it was traced: {problems[0]}"
                 disagreements += problems
     return disagreements
+
+
+def _flat_results(graph: Graph) -> None:
+    """Make calls whose results lie in tuples of tuples (the gradients of what flex attention's functions read) return one flat
+    tuple: a result is then selected by one getitem."""
+    for node in list(graph.nodes):
+        val = node.meta.get("val")
+        nested = isinstance(val, tuple | list) and any(isinstance(v, tuple | list) for v in val)
+        if nested and node.op == "call_function" and node.target is not operator.getitem and _only_selected(node):
+            node.target, node.meta["val"] = _flat_call(node.target), tuple(_leaves(val))
+            _select_leaves(graph, node, node, val, 0)
+
+
+def _only_selected(node: Node) -> bool:
+    """Whether all readers of a tuple select one of its elements, and so on for tuples that they select."""
+    if not isinstance(node.meta.get("val"), tuple | list):
+        return True
+    return all(u.target is operator.getitem and _only_selected(u) for u in node.users)
+
+
+def _select_leaves(graph: Graph, call: Node, node: Node, val: Any, first: int) -> None:
+    """Replace the getitems of `node`, whose value `val` begins with the leaf `first` of the results of `call`."""
+    for user in list(node.users):
+        k: int = operator.index(user.args[1]) % len(val)  # type: ignore[arg-type]
+        at = first + sum(1 for v in val[:k] for _ in _leaves(v))
+        if isinstance(val[k], tuple | list):
+            _select_leaves(graph, call, user, val[k], at)
+            graph.erase_node(user)
+        else:
+            user.args = (call, at)
+
+
+def _flat_call(target: Any) -> Callable[..., tuple[Any, ...]]:
+    def flat(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        return tuple(_leaves(target(*args, **kwargs)))
+
+    flat.__name__ = flat.__qualname__ = getattr(target, "__name__", str(target))
+    return flat
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, tuple | list):
+        for v in value:
+            yield from _leaves(v)
+    else:
+        yield value
 
 
 def _refusal(node: Node) -> str | None:

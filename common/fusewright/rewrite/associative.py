@@ -174,7 +174,8 @@ class _Trees:
         if node not in self.known:
             name = READER.name(node) if is_op(node) else ""
             found = _FOLLOWED[name](self, node) if name in _FOLLOWED else None
-            self.known[node] = found if found is not None else _leaf(node)
+            leaf = _leaf(node)  # empty if the number of rows is a symbol: of a cat with such a tensor, not all rows are known
+            self.known[node] = found if found is not None and len(found) == len(leaf) else leaf
         return self.known[node]
 
     def _slice(self, node: Node) -> Rows | None:
@@ -197,8 +198,9 @@ class _Trees:
         x, y = node.args[:2]
         if not isinstance(x, Node) or not isinstance(y, Node) or not _same_shape(x, node) or not _same_shape(y, node):
             return None
-        found = tuple(term(a, b) for a, b in zip(self.rows(x), self.rows(y), strict=True))
-        return None if None in found else found
+        rows = self._of_both(x, y)
+        found = None if rows is None else tuple(term(a, b) for a, b in rows)
+        return None if found is None or None in found else found
 
     def _cat(self, node: Node) -> Rows | None:
         given: Any = node.args
@@ -217,8 +219,12 @@ class _Trees:
         if not _is_woven(node):
             return None
         stack: Any = node.args[0]
-        even, odd = map(self.rows, stack.args[0])
-        return tuple(t for pair in zip(even, odd, strict=True) for t in pair)
+        rows = self._of_both(*stack.args[0])
+        return None if rows is None else tuple(t for pair in rows for t in pair)
+
+    def _of_both(self, x: Node, y: Node) -> list[tuple[Term, Term]] | None:
+        """The rows of two tensors of one shape in pairs; None if one's are unknown (torch may have its number as a symbol)."""
+        return list(zip(self.rows(x), self.rows(y), strict=True)) if len(self.rows(x)) == len(self.rows(y)) else None
 
 
 _FOLLOWED: dict[str, Callable[[_Trees, Node], Rows | None]] = {

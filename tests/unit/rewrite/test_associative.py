@@ -136,3 +136,16 @@ def test_what_training_saves_of_a_tree_is_not_computed_twice() -> None:
     got.backward()
     want = torch.autograd.grad(_states(a, b, 2).square().sum(), [a, b])
     torch.testing.assert_close([a.grad, b.grad], list(want))
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_the_number_of_steps_may_be_a_symbol(dim: int) -> None:
+    def scan(x: Tensor) -> Tensor:
+        return associative.associative_scan(recurrence, (x.sigmoid(), x), dim=dim, combine_mode="generic")[1]
+
+    torch._dynamo.reset()
+    compiled = torch.compile(scan, backend="fusewright")
+    for shape in ((5, 8), (6, 12), (7, 16)):  # torch has the number of rows as a number in one tensor, a symbol in another
+        x = torch.randn(shape)
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(x), _states(x.sigmoid(), x, dim))
