@@ -1,8 +1,6 @@
 """Depthwise convolutions of inference as sums in loop kernels, with the norm, activation and addition around them.
 
-cuDNN has fast kernels for squares of 3, 5 and 7 alone. A relu, a convolution of 64 images in bf16, and a norm with a relu on an
-H200, with the library's kernels and as sums, in us: 1x11 over 96x28x28 238 and 38; 3x3 with a dilation of 2 over 256x28x28 732 and
-53, with a stride of 2 over 128x56x56 88 and 63, with neither over 48x112x112 151 and 147; 5x5 over 240x28x28 81 and 113.
+cuDNN has fast kernels for squares of 3, 5 and 7 alone (measured: docs/studies/gpu-models.md).
 """
 
 from __future__ import annotations
