@@ -64,8 +64,7 @@ def compile_dynamo(
     """Compile a Dynamo graph with a backend, or fall back to eager with a one-line reason if the backend cannot run here.
     `mode` is torch's: see `config.MODES`."""
     from fusewright import pipeline, registry
-    from fusewright.capture import attention, capture, layouts, masks
-    from fusewright.capture.loops import may_loop
+    from fusewright.capture import capture, layouts, masks
     from fusewright.capture.tables import host_tables
     from fusewright.plan.execute import broken
 
@@ -86,7 +85,9 @@ def compile_dynamo(
         broken.watch(name, comparison.may, example_inputs)
     if backend.constant_masks:
         masks.fold(gm)
-    if backend.batched_attention:
+    if backend.batched_attention and masks.attention_calls(gm):
+        from fusewright.capture import attention
+
         attention.with_four_dimensions(gm)
 
     def compile_graph(aten: GraphModule, phase: Phase, const: frozenset[Node], mode: str) -> Callable[[list[Any]], Any]:
@@ -99,6 +100,8 @@ def compile_dynamo(
     rules: RuleLog | None = None
 
     def without_loops(gm: GraphModule, inputs: Sequence[Any]) -> GraphModule | None:
+        from fusewright.capture.loops import may_loop
+
         if type(backend).supports is Backend.supports or not may_loop(gm, inputs):  # one that claims nothing gives eager's bits
             return None
         from fusewright.rewrite import training

@@ -16,6 +16,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fusewright import _torch_compat as compat
+from fusewright.capture.masks import attention_calls
 from fusewright.interface import HOST
 
 MOST = 65535
@@ -31,8 +32,7 @@ Steps = Sequence[tuple[Any, ...]]
 def with_four_dimensions(gm: GraphModule) -> int:
     """Rewrite the attention calls of a Dynamo graph that have another number of dimensions; return how many. Calls with dropout,
     which would draw other numbers, stay, and those with gradients, which fused kernels compute with several times the error."""
-    calls = [n for n in gm.graph.nodes if n.op == "call_function" and n.target in compat.WHOLE]
-    changed = sum(map(_rewrite, calls))
+    changed = sum(map(_rewrite, attention_calls(gm)))
     if changed:
         gm.recompile()
     return changed

@@ -9,7 +9,6 @@ import torch
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fusewright.capture.pieces import side_by_side
 from fusewright.capture.tables import host_tables
 from fusewright.graph.cse import merge_common
 from fusewright.graph.fills import full_before, host_scalars, size_fills
@@ -40,10 +39,18 @@ def before_cut(graph: Graph) -> None:
     unread_seeds(graph)
     clamped_by_result(graph)
     cropped_from_padded(graph)
-    side_by_side(graph)
+    _side_by_side(graph)
     merge_common(graph)
     host_tables(graph)
     tested_for_equality(graph)
+
+
+def _side_by_side(graph: Graph) -> None:
+    """Join the gradients of pieces of a tensor, if there are any: most processes with a warm cache import nothing for it."""
+    if any(graph.find_nodes(op="call_function", target=t) for t in (aten.select_backward.default, aten.slice_backward.default)):
+        from fusewright.capture import pieces
+
+        pieces.side_by_side(graph)
 
 
 def tested_for_equality(graph: Graph) -> None:

@@ -40,9 +40,14 @@ MOST_ELEMENTS = 1 << 26
 """Larger constants are not computed."""
 
 
+def attention_calls(gm: GraphModule) -> list[Node]:
+    """The calls of attention in a Dynamo graph."""
+    return [n for n in gm.graph.nodes if n.op == "call_function" and n.target in compat.WHOLE]
+
+
 def fold(gm: GraphModule) -> int:
     """Simplify the attention calls of a Dynamo graph that have constant masks; return how many."""
-    calls = [n for n in gm.graph.nodes if n.op == "call_function" and n.target in compat.WHOLE]
+    calls = attention_calls(gm)
     written = _written(gm) if calls else lambda node: True
     known: dict[Node, Any] = {}
     by_index = index_masks.Reader(written)

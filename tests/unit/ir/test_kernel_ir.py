@@ -207,3 +207,17 @@ def test_a_recurrence_is_a_loop_over_its_steps(first: float | None) -> None:
     for t in range(37):
         state = a[:, t] * state + b[:, t]
         assert torch.equal(out[:, t], state)
+
+
+@pytest.mark.parametrize(("other", "outside", "selects"), [(0, 0.0, 0), (0, -0.0, 1), (0, 1.0, 1), (1, 1.0, 1)])
+def test_an_element_that_is_zero_where_it_is_not_loaded_is_not_selected_again(other: float, outside: float, selects: int) -> None:
+    b = Builder("shifted", p=[6])
+    x, y = b.input("x", "bf16"), b.output("y", "f32")
+    (i,) = b.axes
+    inside = b.index_value(i) >= 1
+    b.store(y, i, b.where(inside, b.cast(b.load(x, i - 1, inside, other), "f32"), outside))
+    k = b.build()
+    assert sum(n.op == "where" for n in k.nodes()) == selects
+    out = torch.empty(6)
+    interpret(k, [torch.arange(6.0).bfloat16(), out])
+    assert str(out.tolist()) == str([outside, 0.0, 1.0, 2.0, 3.0, 4.0])

@@ -217,7 +217,8 @@ class Builder:
             load = self.nodes[load.args[0]]
         if load.op != "load" or load.args[:1] != (cond.id,):
             return False
-        return all(n.op == "const" and repr(float(n.value or 0)) == "0.0" for n in (self.nodes[load.args[1]], self.nodes[other.id]))
+        consts = (self.nodes[load.args[1]], self.nodes[other.id])
+        return all(n.op == "const" and repr(n.value) in ("0.0", "0", "False") for n in consts)  # not -0.0
 
     def cast(self, value: Val, dtype: DType) -> Val:
         """Convert `value` to `dtype`, unless it has that type already."""
