@@ -83,12 +83,7 @@ def compile_dynamo(
     comparison = pipeline.comparison(backend, parsed)
     if comparison is not None:
         broken.watch(name, comparison.may, example_inputs)
-    if backend.constant_masks:
-        masks.fold(gm)
-    if backend.batched_attention and masks.attention_calls(gm):
-        from fusewright.capture import attention
-
-        attention.with_four_dimensions(gm)
+    masks.simplify(gm, backend)
 
     def compile_graph(aten: GraphModule, phase: Phase, const: frozenset[Node], mode: str) -> Callable[[list[Any]], Any]:
         with gc_paused():  # AOTAutograd compiles the backward graph in the first backward call

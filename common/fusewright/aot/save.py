@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 from fusewright import _torch_compat as compat
 from fusewright import pipeline, registry, report
 from fusewright.aot import calls, file, identity
-from fusewright.capture import attention, direct, masks
+from fusewright.capture import direct, masks
 from fusewright.config import Options
 from fusewright.dynamo import best_backend, gc_paused
 from fusewright.errors import ArtifactError, printable
@@ -164,10 +164,7 @@ def _source(name: tuple[str, Any], value: torch.Tensor, leaves: Sequence[Any], b
 
 def _compiled(backend: Backend, options: Options, gm: GraphModule, flat: list[Any]) -> Kept:
     """The plan of an exported graph, after a run that confirmed all its metadata."""
-    if backend.constant_masks:
-        masks.fold(gm)
-    if backend.batched_attention:
-        attention.with_four_dimensions(gm)
+    masks.simplify(gm, backend)
     try:
         with gc_paused():
             aten, _ = direct.capture(gm, flat)

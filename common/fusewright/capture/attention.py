@@ -9,14 +9,13 @@ Works on Dynamo's graph, before the attention kernel is selected.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
 from fusewright import _torch_compat as compat
-from fusewright.capture.masks import attention_calls
 from fusewright.interface import HOST
 
 MOST = 65535
@@ -29,10 +28,10 @@ Steps = Sequence[tuple[Any, ...]]
 """Views: names of methods with their arguments."""
 
 
-def with_four_dimensions(gm: GraphModule) -> int:
-    """Rewrite the attention calls of a Dynamo graph that have another number of dimensions; return how many. Calls with dropout,
+def with_four_dimensions(gm: GraphModule, calls: Iterable[Node]) -> int:
+    """Rewrite those attention calls of a Dynamo graph that have another number of dimensions; return how many. Calls with dropout,
     which would draw other numbers, stay, and those with gradients, which fused kernels compute with several times the error."""
-    changed = sum(map(_rewrite, attention_calls(gm)))
+    changed = sum(map(_rewrite, calls))
     if changed:
         gm.recompile()
     return changed
@@ -42,7 +41,7 @@ def _rewrite(call: Node) -> bool:
     given: dict[str, Any] = {**dict(zip(NAMES, call.args, strict=False)), **call.kwargs}
     operands, mask = [given.pop(n, None) for n in NAMES[:3]], given.pop("attn_mask", None)
     examples = [_example(n) for n in (*operands, call)]
-    shape = None if None in examples else _shared(examples)  # type: ignore[arg-type]
+    shape = _shared([x for x in examples if x is not None]) if not any(x is None for x in examples) else None
     if shape is None or given.get("dropout_p", 0.0) != 0.0 or given.get("enable_gqa"):
         return False
     there, back = _views(shape)

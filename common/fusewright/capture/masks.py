@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Node
 
 from fusewright import _torch_compat as compat
 from fusewright.capture import index_masks
-from fusewright.interface import HOST
+from fusewright.interface import HOST, Backend
 from fusewright.ops import is_mutating
 
 log = logging.getLogger("fusewright")
@@ -40,14 +40,23 @@ MOST_ELEMENTS = 1 << 26
 """Larger constants are not computed."""
 
 
-def attention_calls(gm: GraphModule) -> list[Node]:
-    """The calls of attention in a Dynamo graph."""
+def simplify(gm: GraphModule, backend: Backend) -> None:
+    """Rewrite the attention calls of a Dynamo graph as the backend asks for, before anything captures it."""
+    if backend.constant_masks:
+        fold(gm)
+    if backend.batched_attention and (calls := _calls(gm)):
+        from fusewright.capture import attention
+
+        attention.with_four_dimensions(gm, calls)
+
+
+def _calls(gm: GraphModule) -> list[Node]:
     return [n for n in gm.graph.nodes if n.op == "call_function" and n.target in compat.WHOLE]
 
 
 def fold(gm: GraphModule) -> int:
     """Simplify the attention calls of a Dynamo graph that have constant masks; return how many."""
-    calls = attention_calls(gm)
+    calls = _calls(gm)
     written = _written(gm) if calls else lambda node: True
     known: dict[Node, Any] = {}
     by_index = index_masks.Reader(written)

@@ -102,8 +102,8 @@ def _overwritten(view: Node, write: Node) -> bool:
 def _whole(writes: list[Write]) -> bool:
     """Whether writes, in order of their places, replace every element once."""
     ends = [0, *(w.end for w in writes)]
-    alike = len({(w.dim, w.kept) for w in writes}) == 1
-    return alike and [w.start for w in writes] == ends[:-1] and ends[-1] == value_of(writes[0].node).shape[writes[0].dim]
+    same = len({(w.dim, w.kept) for w in writes}) == 1
+    return same and [w.start for w in writes] == ends[:-1] and ends[-1] == value_of(writes[0].node).shape[writes[0].dim]
 
 
 def _joined(r: Rewriter, writes: list[Write]) -> Node | None:

@@ -295,9 +295,8 @@ def _product(m: Match, c: Calls) -> None:
     b.library("aten::permute.default", image, (0, 3, 1, 2), out=op.out, stride=stride, op=op)
 
 
-def _as_linear(m: Match, c: Calls) -> OpView:
+def _as_linear(op: OpView, c: Calls) -> OpView:
     """Return a convolution of single pixels, channels-last, as the linear of the same numbers."""
-    op = m.anchor
     x, w, out = (spec_of(v) for v in (op.arg("input"), op.arg("weight"), op.out))
 
     def rows(s: TensorSpec) -> Value:
@@ -309,17 +308,20 @@ def _as_linear(m: Match, c: Calls) -> OpView:
     return OpView(op.id, "linear", "aten::linear.default", ("input", "weight", "bias"), given, (rows(out),))
 
 
-def _activated(m: Match, c: Calls) -> bool:
-    """Match a convolution of single pixels whose activation no later loop kernel would fuse."""
+def _activated(m: Match, c: Calls) -> Match | None:
+    """Match a convolution of single pixels whose activation no later loop kernel would fuse; bind its linear."""
     op = m.anchor
     single = tuple(spec_of(op.arg("weight")).shape[2:]) == (1, 1) == tuple(op.arg("stride")) and not any(op.arg("padding"))
     same = spec_of(m.out).dtype == spec_of(op.out).dtype
     named = epilogues.activation_of(m.last) is not None and epilogues.stored(m.out, c)
-    return single and same and named and _whole(m, c) and epilogues.suits(_as_linear(m, c), c)
+    if not (single and same and named and _whole(m, c)):
+        return None
+    linear = _as_linear(op, c)
+    return m.with_ops(linear=linear) if epilogues.suits(linear, c) else None
 
 
 def _activation_pays(m: Match, c: Calls) -> bool:
-    return epilogues.faster(_as_linear(m, c), epilogues.Epilogue(epilogues.activation_of(m.last) or ""), c)
+    return epilogues.faster(m["linear"], epilogues.Epilogue(epilogues.activation_of(m.last) or ""), c)
 
 
 def _product_with_activation(m: Match, c: Calls) -> None:
@@ -350,7 +352,7 @@ ROWS = (
     ),
     Row(
         "triton.conv.activation", chain("conv", _NORM, one(epilogues.ACTIVATIONS - {"relu"})),
-        when=_activated, pays=_activation_pays, write=_product_with_activation,
+        extend=_activated, pays=_activation_pays, write=_product_with_activation,
         note=lambda m: f"convolution as a product with {m.last.op}",
     ),
     Row("triton.conv.relu", chain("conv", _NORM, one("relu", capture="relu")), when=_whole, write=_write, note=_note),

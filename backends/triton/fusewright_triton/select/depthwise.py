@@ -6,7 +6,7 @@ cuDNN has fast kernels for squares of 3, 5 and 7 alone (measured: docs/studies/g
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import product
+from itertools import count, product
 
 import torch
 
@@ -16,6 +16,7 @@ from fusewright.toolkit.region.graph import spec_of
 from fusewright.toolkit.region.pattern import Match, chain
 from fusewright.toolkit.region.rewrite import Row
 from fusewright_triton.select.calls import Calls
+from fusewright_triton.select.narrow import write_sum
 
 MOST = 32
 """Elements of the largest window."""
@@ -61,10 +62,9 @@ def _write(m: Match, c: Calls) -> None:
     rows = b.append_op("cast", b.append_op("clone", rows, torch.contiguous_format), torch.float32)
     total = None if bias is None else b.append_op("view", b.append_op("cast", bias, torch.float32), column)
     padded = b.append_op("constant_pad_nd", x, _pads(op), 0)
-    for k, at in enumerate(product(*map(range, window))):  # type: ignore[arg-type]
-        factors = _shifted(op, padded, at, c), b.append_op("view", b.append_op("select", rows, 0, k), column)
-        total = b.append_op(*(("mul",) if total is None else ("addcmul", total)), *factors)
-    b.append_op("cast", total, spec_of(x).dtype, out=out)
+    weights = (b.append_op("view", b.append_op("select", rows, 0, k), column) for k in count())
+    images_read = (_shifted(op, padded, at, c) for at in product(*map(range, window)))  # type: ignore[arg-type]
+    write_sum(total, zip(images_read, weights, strict=False), out, b)
 
 
 def _pads(op: OpView) -> tuple[int, ...]:

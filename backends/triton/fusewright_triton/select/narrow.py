@@ -6,10 +6,13 @@ docs/studies/gpu-models.md). A loop kernel also reads them in any layout, with w
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from fusewright.interface import OpView, Value
 from fusewright.toolkit.region.attention import RESHAPES
+from fusewright.toolkit.region.builder import Builder
 from fusewright.toolkit.region.graph import spec_of
 from fusewright.toolkit.region.pattern import Match, chain
 from fusewright.toolkit.region.rewrite import Row
@@ -53,24 +56,34 @@ def _without_copy(m: Match, c: Calls) -> Match:
 
 
 def _write(m: Match, c: Calls) -> None:
-    """Write the sum as ops for the fuser, in fp32."""
     op, b = m.anchor, c.b
-    x, w = m["rows"], op.arg(operands(op)[1])
-    total = op.arg("bias") if op.op == "linear" else None
-    terms, dtype = range(spec_of(w).shape[int(op.op != "mm")]), spec_of(x).dtype  # type: ignore[arg-type]
-    half = dtype is not torch.float32
+    x, w, bias = m["rows"], op.arg(operands(op)[1]), op.arg("bias") if op.op == "linear" else None
+    by_row = int(op.op != "mm")  # the weight has a row for each result
 
     def wide(value: Value) -> Value:
-        return b.append_op("cast", value, torch.float32) if half else value
+        return value if spec_of(value).dtype is torch.float32 else b.append_op("cast", value, torch.float32)
+
+    def factors(k: int) -> tuple[Value, Value]:
+        return wide(b.append_op("slice", x, -1, k, k + 1)), wide(b.append_op("select", w, by_row, k))
 
     b.without(op)
-    total = None if total is None else wide(total)
-    for k in terms:
-        factors = wide(b.append_op("slice", x, -1, k, k + 1)), wide(b.append_op("select", w, int(op.op != "mm"), k))
-        out = op.out if k == terms[-1] and not half else None
-        total = b.append_op(*(("mul",) if total is None else ("addcmul", total)), *factors, out=out)
-    if half:
-        b.append_op("cast", total, dtype, out=op.out)
+    terms = range(spec_of(w).shape[by_row])  # type: ignore[arg-type]
+    write_sum(None if bias is None else wide(bias), map(factors, terms), op.out, b)
+
+
+def write_sum(total: Value | None, products: Iterable[tuple[Value, Value]], out: Value, b: Builder) -> None:
+    """Write `total` and the products as ops for the fuser, which make `out`; the sum is fp32."""
+    *others, last = products
+    for factors in others:
+        total = _added(total, factors, None, b)
+    if spec_of(out).dtype is torch.float32:
+        _added(total, last, out, b)
+    else:
+        b.append_op("cast", _added(total, last, None, b), spec_of(out).dtype, out=out)
+
+
+def _added(total: Value | None, factors: tuple[Value, Value], out: Value | None, b: Builder) -> Value:
+    return b.append_op("mul", *factors, out=out) if total is None else b.append_op("addcmul", total, *factors, out=out)
 
 
 ROWS = (
