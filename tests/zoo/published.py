@@ -1,12 +1,14 @@
-"""Architectures of `transformers` in the geometry of their default configuration, which is a published one for most.
+"""Published geometries: architectures of `transformers` in their default configuration, and the models of `timm`.
 
 A function for each, for `fusewright bench` and `ci.gpu.profiles`: `tests/zoo/published.py:clip` has one image and 128 tokens
-(fewer where it takes no more), `tests/zoo/published.py:clip@8` eight of each. Weights are random; nothing is downloaded.
+(fewer where it takes no more), `tests/zoo/published.py:clip@8` eight of each, `tests/zoo/published.py:xcit_tiny_12_p16_224@8`
+eight images. Weights are random; nothing is downloaded.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -21,16 +23,18 @@ LENGTHS = (128, 64, 16)
 LARGEST = 600e6
 """The most parameters of a model."""
 
-Call = tuple[nn.Module, tuple[()], dict[str, Any]]
+Call = tuple[nn.Module, tuple[torch.Tensor, ...], dict[str, Any]]
 
 
 def __getattr__(name: str) -> Callable[[], Call]:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     model, _, batch = name.partition("@")
-    if model not in CONFIG_MAPPING:
-        raise AttributeError(f"transformers has no architecture {model!r}")
-    return partial(_built, model, int(batch or 1))
+    if model in CONFIG_MAPPING:
+        return partial(_built, model, int(batch or 1))
+    if importlib.util.find_spec("timm") and importlib.import_module("timm").is_model(model):
+        return partial(_images, model, int(batch or 1))
+    raise AttributeError(f"neither transformers nor timm (where it is installed) has an architecture {model!r}")
 
 
 def _built(name: str, batch: int) -> Call:
@@ -45,3 +49,11 @@ def _built(name: str, batch: int) -> Call:
             found = catalog.accepted(config, LARGEST, length, batch)
             return found.module, (), found.inputs
     raise catalog.NotBuilt(f"{name} accepts none of these lengths: {LENGTHS}")
+
+
+def _images(name: str, batch: int) -> Call:
+    import timm
+
+    torch.manual_seed(0)
+    model = timm.create_model(name).eval()
+    return model, (torch.randn(batch, *model.default_cfg["input_size"]),), {}
