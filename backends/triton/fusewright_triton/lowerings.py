@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from fusewright.toolkit.backend.library import LoweringTable
-from fusewright_triton.select import convolutions, depthwise, narrow, norms, products, quantized
+from fusewright_triton.select import convolutions, depthwise, few_channels, narrow, norms, products, quantized
 from fusewright_triton.select.attention import decode, sdpa, short_sequence, unfused
 from fusewright_triton.select.calls import OpCode, by_rows
 
@@ -29,7 +29,7 @@ for table in (LOWERINGS, CUDNN):
     table.add("softmax", dtypes=FLOATS, when=unfused.reason)(by_rows(unfused.ROWS))
 # In fp32 cuDNN's channels-last kernels round to TF32 where its others do not: 20 to 80 times eager's error on ViT and Swin.
 CUDNN.add("conv", dtypes=products.HALF, when=depthwise.reason)(by_rows(depthwise.ROWS))
-CUDNN.add("conv", dtypes=products.HALF, when=convolutions.reason)(by_rows(convolutions.ROWS))
+CUDNN.add("conv", dtypes=products.HALF, when=convolutions.reason)(by_rows((*few_channels.ROWS, *convolutions.ROWS)))
 for table in (LOWERINGS, CUDNN):
     table.add("conv", dtypes=FLOATS, dynamic=True, when=convolutions.bias_reason)(by_rows((convolutions.BIAS,)))
     table.add("conv_backward", dtypes=FLOATS, dynamic=True, when=convolutions.backward_reason)(by_rows((convolutions.BACKWARD,)))

@@ -118,3 +118,40 @@ def product(
             )
         else:
             write(sums, bias_ptr, residual_ptr, out, out_ptr, row, column, M, N, BIAS, RESIDUAL, ACT, DIRECT, BM, BN)
+
+
+@triton.jit
+def convolution(
+    x_ptr, weight_ptr, bias_ptr, out_ptr, M, N, RUN, GROUPS, ROWS, COLUMNS, KH, xn, xh, xw, step,
+    BIAS: tl.constexpr, ACT: tl.constexpr, VECTOR: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """activation(convolution + bias) as a product of windows and weights: dense [M, GROUPS * N], M pixels, of ROWS x COLUMNS each
+    an image.
+
+    A window is KH runs of RUN numbers each, `step` apart, the first at image * xn + row * xh + column * xw + group * RUN, a
+    multiple of VECTOR. The weight is [KH, RUN, GROUPS * N]. Nothing is outside of an image: its padding is in memory.
+    """
+    blocks = (N + BN - 1) // BN
+    tile = tl.program_id(0)
+    group = tile % (blocks * GROUPS) // blocks
+    columns = tile % blocks * BN + tl.arange(0, BN)
+    pixels = tile // (blocks * GROUPS) * BM + tl.arange(0, BM)
+    image = pixels // (ROWS * COLUMNS)
+    place = pixels - image * (ROWS * COLUMNS)
+    first = image.to(tl.int64) * xn + (place // COLUMNS).to(tl.int64) * xh + (place % COLUMNS) * xw + group * RUN
+    matrix = weight_ptr + (group * N + columns)[None, :]
+    sums = tl.full([BM, BN], 0.0, tl.float32)
+    chunks = (RUN + BK - 1) // BK
+    for chunk in range(KH * chunks):
+        row = chunk // chunks
+        k = (chunk - row * chunks) * BK + tl.arange(0, BK)
+        at = x_ptr + tl.multiple_of(first + row.to(tl.int64) * step, VECTOR)
+        window = tl.load(at[:, None] + k[None, :], mask=(pixels < M)[:, None] & (k < RUN)[None, :], other=0.0)
+        kept = (k < RUN)[:, None] & (columns < N)[None, :]
+        weight = tl.load(matrix + (row * RUN + k)[:, None] * (GROUPS * N), mask=kept, other=0.0)
+        sums = tl.dot(window, weight, sums)
+    if BIAS:
+        sums += tl.load(bias_ptr + group * N + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
+    to = out_ptr + (pixels.to(tl.int64)[:, None] * (GROUPS * N) + (group * N + columns)[None, :])
+    values = activated(sums, ACT).to(out_ptr.dtype.element_ty)
+    tl.store(to, values, mask=(pixels < M)[:, None] & (columns < N)[None, :])

@@ -27,6 +27,9 @@ from fusewright_triton.kernels.product_ops import LINEAR
 from fusewright_triton.select import epilogues
 from fusewright_triton.select.calls import Calls
 
+ALIGNED, LARGE = 8, 1 << 21
+"""Channels that libraries read at once, and elements from which on the copies that they make of other images take long."""
+
 SHORTCUT = "triton.conv.shortcut"
 """The id of the row's other half: a shortcut convolution whose shift is added by the call that adds its result."""
 
@@ -53,12 +56,12 @@ def bias_reason(op: OpView) -> str | None:
     return None if x.dtype == spec_of(op.arg("weight")).dtype == spec_of(bias).dtype else "mixed dtypes"
 
 
-def _constant(m: Match, c: Calls) -> bool:
+def constant(m: Match, c: Calls) -> bool:
     return c.is_const(m.anchor.arg("weight"), m.anchor.arg("bias"))
 
 
 def _cuts(m: Match, c: Calls) -> bool:
-    return _constant(m, c) and _patches(m.anchor)
+    return constant(m, c) and _patches(m.anchor)
 
 
 def _kernels_read(value: Value, c: Calls) -> bool:
@@ -78,7 +81,7 @@ def _bias_apart(m: Match, c: Calls) -> bool:
 
 def _whole(m: Match, c: Calls) -> bool:
     """Reject groups, which the library's fused calls do not take."""
-    return _constant(m, c) and m.anchor.arg("groups") == 1
+    return constant(m, c) and m.anchor.arg("groups") == 1
 
 
 def _normed(op: OpView, m: Match, c: Calls) -> bool:
@@ -131,21 +134,21 @@ def _write(m: Match, c: Calls) -> None:
     """Emit calls whose last one makes `m.out`, channels-last."""
     op, b = m.anchor, c.b
     stride = channels_last_strides(spec_of(m.out).shape)  # type: ignore[arg-type]
-    x = _images(op.arg("input"), c)
+    x = images(op.arg("input"), c)
     geometry = tuple(op.arg(n) for n in ("stride", "padding", "dilation"))
     groups = op.arg("groups")
     library = partial(b.library, out=m.out, stride=stride, op=op)
     if m.get("relu") is None:
-        weight = _folded(m, c)[0] if m.get("norm") is not None else _packed(b.exact(op.arg("weight")), c)
+        weight = folded(m, c)[0] if m.get("norm") is not None else _packed(b.exact(op.arg("weight")), c)
         bias = None if m.get("unshifted") else op.arg("bias")
         if bias is not None and spec_of(bias).dtype == spec_of(op.arg("weight")).dtype and _kernels_read(m.out, c):
             _add_bias(op, (x, weight, None, *geometry, False, (0, 0), groups), stride, c)
         else:
             library("aten::convolution.default", x, weight, c.exact(bias), *geometry, False, (0, 0), groups)
         return
-    weight, bias = _folded(m, c)
+    weight, bias = folded(m, c)
     if m.get("shortcut") is not None:
-        bias = b.prepare("aten::add.Tensor", bias, _folded(m["shortcut"], c)[1])
+        bias = b.prepare("aten::add.Tensor", bias, folded(m["shortcut"], c)[1])
     bias = b.prepare("aten::_to_copy.default", bias, dtype=spec_of(op.arg("weight")).dtype)
     other = b.any_strides(m.get("other"))
     if not c.fused:
@@ -156,7 +159,7 @@ def _write(m: Match, c: Calls) -> None:
         library("aten::cudnn_convolution_add_relu.default", x, weight, other, 1.0, bias, *geometry, groups)
 
 
-def _images(value: Value, c: Calls) -> Ref:
+def images(value: Value, c: Calls) -> Ref:
     """Return images channels-last: torch would copy others in front of each call, without fusing or tiling the copy."""
     spec = c.b.spec(value)
     if same_strides(spec, channels_last_strides(spec.shape)):  # type: ignore[arg-type]
@@ -173,11 +176,17 @@ def _alone(m: Match, c: Calls) -> None:
 
 def _add_bias(op: OpView, args: tuple[Any, ...], stride: Sequence[int] | None, c: Calls) -> None:
     """Emit a convolution without bias, and the bias as an op for the fuser."""
-    b, bias, out = c.b, op.arg("bias"), spec_of(op.out)
+    b, out = c.b, spec_of(op.out)
     made = c.ctx.value(out if stride is None else replace(out, stride=tuple(stride)))
     b.call("aten::convolution.default", *args, out=made, op=op)
+    _bias_behind(op, made, stride, c)
+
+
+def _bias_behind(op: OpView, made: Value, stride: Sequence[int] | None, c: Calls) -> None:
+    """Emit the bias of a convolution that was made without it."""
+    b, bias = c.b, op.arg("bias")
     b.replace(op, made)
-    column = b.append_op("view", bias, (*spec_of(bias).shape, *[1] * (out.rank - 2)))
+    column = b.append_op("view", bias, (*spec_of(bias).shape, *[1] * (spec_of(op.out).rank - 2)))
     b.append_op("add", made, column, out=b.with_layout(op.out, stride))
 
 
@@ -201,6 +210,47 @@ def _bias_gradient_apart(m: Match, c: Calls) -> None:
     b.append_op("sum", op.arg("grad_output"), (0, *range(2, rank)), out=op.outs[2])
 
 
+def _unaligned(m: Match, c: Calls) -> bool:
+    op = m.anchor
+    outs, channels = spec_of(op.arg("weight")).shape[:2]
+    large = spec_of(op.arg("input")).numel_hint() + spec_of(op.out).numel_hint() >= LARGE
+    odd = channels % ALIGNED != 0 or outs % ALIGNED != 0  # type: ignore[operator]
+    return odd and large and c.graph.phase == "infer" and _whole(m, c) and (not c.fused or c.target.fitted is not None)
+
+
+def _with_more_channels(m: Match, c: Calls) -> None:
+    """Emit a convolution of images and results with channels of zeros behind their own, which kernels write and leave out."""
+    op, b = m.anchor, c.b
+    outs, channels = spec_of(op.arg("weight")).shape[:2]
+    behind, more = -channels % ALIGNED, -outs % ALIGNED  # type: ignore[operator]
+    weight = b.prepare("aten::constant_pad_nd.default", b.exact(op.arg("weight")), (0, 0, 0, 0, 0, behind, 0, more))
+    geometry = tuple(op.arg(n) for n in ("stride", "padding", "dilation"))
+    made, out = c.ctx.value(None), spec_of(op.out)
+    b.call(
+        "aten::convolution.default", padded(op.arg("input"), (0, 0, 0, 0, 0, behind), c), _packed(weight, c), None, *geometry,
+        False, (0, 0), 1, out=made,
+    )  # fmt: skip
+    n, _, height, width = out.shape
+    stride = channels_last_strides((n, outs + more, height, width))  # type: ignore[arg-type, operator]
+    if op.arg("bias") is None:
+        b.library("aten::slice.Tensor", Ref(made.id), 1, 0, outs, out=op.out, stride=stride, op=op)
+    else:
+        kept = c.ctx.value(replace(out, stride=stride))
+        b.call("aten::slice.Tensor", Ref(made.id), 1, 0, outs, out=kept, op=op)
+        _bias_behind(op, kept, channels_last_strides(out.shape), c)  # type: ignore[arg-type]
+
+
+def padded(x: Value, pads: Sequence[int], c: Calls) -> Ref:
+    """Return images, channels-last, with zeros around them and behind their channels."""
+    if not any(pads):
+        return images(x, c)
+    n, channels, height, width = c.b.spec(x).shape
+    left, right, above, below, _, behind = pads
+    shape = (n, channels + behind, height + above + below, width + left + right)  # type: ignore[operator]
+    made = c.ctx.value(replace(c.b.spec(x), shape=shape, stride=channels_last_strides(shape)))  # type: ignore[arg-type]
+    return Ref(c.b.read_instead(x, c.b.append_op("constant_pad_nd", x, tuple(pads), 0, out=made)).id)
+
+
 def _unfused(c: Calls, args: tuple[Any, ...], other: Ref | None, library: Callable[..., None]) -> None:
     """Emit the same as plain ops, for simulated devices."""
     made = c.ctx.value(None)
@@ -216,7 +266,7 @@ def _packed(weight: Ref, c: Calls) -> Ref:
     return c.b.prepare("aten::clone.default", weight, memory_format=torch.channels_last)
 
 
-def _folded(m: Match, c: Calls) -> tuple[Ref, Ref]:
+def folded(m: Match, c: Calls) -> tuple[Ref, Ref]:
     """Return weight (channels-last) and shift (fp32), with the batch norm's scale and shift multiplied in, in fp32."""
     prepare, bias, norm = c.b.prepare, m.anchor.arg("bias"), m.get("norm")
     weight = c.b.exact(m.anchor.arg("weight"))
@@ -327,17 +377,17 @@ def _activation_pays(m: Match, c: Calls) -> bool:
 def _product_with_activation(m: Match, c: Calls) -> None:
     """Emit pixels as rows of a product with an epilogue."""
     op, b = m.anchor, c.b
-    weight, bias = _folded(m, c)
+    weight, bias = folded(m, c)
     matrix = b.prepare("aten::reshape.default", weight, tuple(spec_of(op.arg("weight")).shape[:2]))
     bias = b.prepare("aten::_to_copy.default", bias, dtype=spec_of(op.arg("weight")).dtype)
     rows, made = c.ctx.value(None), c.ctx.value(None)
-    b.call("aten::permute.default", _images(op.arg("input"), c), (0, 2, 3, 1), out=rows)
+    b.call("aten::permute.default", images(op.arg("input"), c), (0, 2, 3, 1), out=rows)
     b.call(LINEAR, Ref(rows.id), matrix, bias, epilogues.activation_of(m.last), c.ctx.device.arch, None, out=made)
     stride = channels_last_strides(spec_of(m.out).shape)  # type: ignore[arg-type]
     b.library("aten::permute.default", Ref(made.id), (0, 3, 1, 2), out=m.out, stride=stride, op=op)
 
 
-_NORM = maybe("batch_norm", _normed, "norm", rule="triton.conv.batch_norm")
+NORM = maybe("batch_norm", _normed, "norm", rule="triton.conv.batch_norm")
 
 BIAS = Row("triton.conv.bias", chain("conv"), when=_bias_apart, write=_alone, note="convolution, bias in a kernel")
 """Of any layout and dtype."""
@@ -347,16 +397,20 @@ BACKWARD = Row("triton.conv_backward.bias", chain("conv_backward"), write=_bias_
 ROWS = (
     Row("triton.conv.patches", chain("conv"), when=_cuts, write=_product, note="convolution of patches as a product"),
     Row(
-        "triton.conv.residual", chain("conv", _NORM, one("add", _added, "add"), one("relu", capture="relu")),
+        "triton.conv.more_channels", chain("conv"), when=_unaligned, write=_with_more_channels,
+        note="convolution, channels-last, with channels of zeros",
+    ),
+    Row(
+        "triton.conv.residual", chain("conv", NORM, one("add", _added, "add"), one("relu", capture="relu")),
         when=_whole, extend=_with_other, also=_with_shortcut, write=_write, note=_note,
     ),
     Row(
-        "triton.conv.activation", chain("conv", _NORM, one(epilogues.ACTIVATIONS - {"relu"})),
+        "triton.conv.activation", chain("conv", NORM, one(epilogues.ACTIVATIONS - {"relu"})),
         extend=_activated, pays=_activation_pays, write=_product_with_activation,
         note=lambda m: f"convolution as a product with {m.last.op}",
     ),
-    Row("triton.conv.relu", chain("conv", _NORM, one("relu", capture="relu")), when=_whole, write=_write, note=_note),
-    Row("triton.conv.alone", chain("conv"), when=_constant, write=_write, note=_note),
+    Row("triton.conv.relu", chain("conv", NORM, one("relu", capture="relu")), when=_whole, write=_write, note=_note),
+    Row("triton.conv.alone", chain("conv"), when=constant, write=_write, note=_note),
     BIAS,
 )  # fmt: skip
 """Rows of convolutions, in matching order: those that `cudnn_convolution_relu` and its like take come first."""

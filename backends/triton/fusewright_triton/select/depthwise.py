@@ -30,17 +30,18 @@ def reason(op: OpView) -> str | None:
     x, w = spec_of(op.arg("input")), spec_of(op.arg("weight"))
     if x.rank not in (3, 4) or op.arg("transposed") or not x.static or not w.static or 0 in (*x.shape, *spec_of(op.out).shape):
         return "neither 1-d nor 2-d, empty or symbolic"
-    if not op.arg("groups") == x.shape[1] == w.shape[0] or w.shape[1] != 1:
+    if op.arg("groups") != x.shape[1] or w.shape[1] != 1 or (x.shape[1] == 1 != w.shape[0]):
         return "not depthwise"
-    if w.numel_hint() > MOST * x.shape[1] or x.dtype != w.dtype:  # type: ignore[operator]
+    if w.numel_hint() > MOST * w.shape[0] or x.dtype != w.dtype:  # type: ignore[operator]
         return "a large window, or mixed types"
     return "the library's own kernel" if has_kernel(op) else None
 
 
 def has_kernel(op: OpView) -> bool:
-    """Return whether cuDNN has a kernel for the window that is at least as fast."""
+    """Return whether cuDNN has a kernel for the window that is at least as fast. Of several results for each channel, which it
+    computes one channel at a time, it has none."""
     channels, _, *window = spec_of(op.arg("weight")).shape
-    if window not in ([3, 3], [5, 5], [7, 7]) or tuple(op.arg("dilation")) != (1, 1):
+    if channels != op.arg("groups") or window not in ([3, 3], [5, 5], [7, 7]) or tuple(op.arg("dilation")) != (1, 1):
         return False
     return window != [3, 3] or tuple(op.arg("stride")) != (2, 2) or channels % ALIGNED != 0  # type: ignore[operator]
 
@@ -62,6 +63,10 @@ def _write(m: Match, c: Calls) -> None:
     rows = b.append_op("cast", b.append_op("clone", rows, torch.contiguous_format), torch.float32)
     total = None if bias is None else b.append_op("view", b.append_op("cast", bias, torch.float32), column)
     padded = b.append_op("constant_pad_nd", x, _pads(op), 0)
+    if channels != op.arg("groups"):
+        n, groups, *sizes = spec_of(padded).shape
+        each = b.append_op("expand", b.append_op("unsqueeze", padded, 2), (n, groups, channels // groups, *sizes))  # type: ignore[operator]
+        padded = b.append_op("reshape", each, (n, channels, *sizes))
     weights = (b.append_op("view", b.append_op("select", rows, 0, k), column) for k in count())
     images_read = (_shifted(op, padded, at, c) for at in product(*map(range, window)))  # type: ignore[arg-type]
     write_sum(total, zip(images_read, weights, strict=False), out, b)

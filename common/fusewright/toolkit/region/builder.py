@@ -134,7 +134,11 @@ class Builder:
             self._copy(self.at_hand(value), made, layout)
             return made
 
-        made = self._copies[value.id] = self.once((value.id, layout), make)
+        return self.read_instead(value, self.once((value.id, layout), make))
+
+    def read_instead(self, value: Value, made: Value) -> Value:
+        """Let the op that is being written read `made`, of whatever shape, in place of `value`."""
+        self._copies[value.id] = made
         return made
 
     def _restore(self, source: Value, value: Value) -> None:

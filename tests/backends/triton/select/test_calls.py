@@ -109,6 +109,29 @@ def block(g: Net, x: Value, shortcut: bool = False) -> Value:
     return g.relu(g.op("add", y, other))
 
 
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("channels", "outs", "k"), [(18, 18, 3), (24, 27, 1), (20, 16, 3), (12, 30, 1)])
+def test_channels_that_libraries_pad(monkeypatch: pytest.MonkeyPatch, channels: int, outs: int, k: int, bias: bool) -> None:
+    """Zeros are written behind the channels of images by the kernel before, and those behind results are not read."""
+    monkeypatch.setattr(convolutions, "LARGE", 1)
+    g = Net()
+    x = g.relu(g.images(2, channels, 6, 5))
+    fragment = check(g, [g.relu(g.norm(g.conv(x, channels, outs, k, bias), outs))])
+    assert "aten::cudnn_convolution_relu" not in targets(lowered(g, [g.relu(g.conv(x, channels, outs, k, bias))]))
+    assert sum(isinstance(i, Launch) for i in fragment.instructions) <= 2
+
+
+def test_an_infinity_behind_odd_channels_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(convolutions, "LARGE", 1)
+    g = Net()
+    x = torch.randn(1, 18, 8, 8).to(BF16).to(memory_format=torch.channels_last)
+    x[0, 3, 1, 1] = torch.inf
+    made = g.conv(g.relu(g.conv(g.input(x), 18, 18)), 18, 18)
+    fragment = lowered(g, [made], device=SIMULATED)
+    (ours,), (eager,) = g.run(fragment, [made]), g.expected([made])
+    assert torch.equal(ours.isfinite(), eager.isfinite()) and torch.equal(ours.isnan(), eager.isnan())
+
+
 def test_convolution_norm_and_relu_are_one_call() -> None:
     g = Net()
     y = g.relu(g.norm(g.conv(g.images(2, 8, 7, 7), 8, 16), 16))

@@ -24,10 +24,11 @@ def kernels(fragment: Fragment) -> int:
 
 def depthwise(g: Net, x: Any, window: tuple[int, ...], bias: bool = True, **more: Any) -> Any:
     channels, ones = 6, (1,) * len(window)
-    how = {"stride": ones, "padding": tuple(k // 2 for k in window), "dilation": ones, **more}
-    b = g.weight(channels) if bias else None
+    how = {"stride": ones, "padding": tuple(k // 2 for k in window), "dilation": ones, "results": channels, **more}
+    b = g.weight(how["results"]) if bias else None
     zero = (0,) * len(window)
-    return g.op("conv", x, g.weight(channels, 1, *window), b, how["stride"], how["padding"], how["dilation"], False, zero, channels)
+    geometry = how["stride"], how["padding"], how["dilation"]
+    return g.op("conv", x, g.weight(how["results"], 1, *window), b, *geometry, False, zero, channels)
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float16])
@@ -53,6 +54,15 @@ def test_sequences_and_planes() -> None:
     assert kernels(check(g, [g.op("silu", depthwise(g, g.tensor(2, 6, 20), (4,), padding=(3,)))])) == 2
     g = Net()
     assert kernels(check(g, [depthwise(g, g.tensor(2, 6, 9, 8), (1, 5))])) >= 2
+
+
+@pytest.mark.parametrize("stride", [(1, 1), (2, 2)])
+def test_several_results_for_each_channel(stride: tuple[int, int]) -> None:
+    g = Net()
+    fragment = check(g, [g.relu(depthwise(g, g.images(2, 6, 9, 8), (3, 3), stride=stride, results=18))])
+    assert kernels(fragment) <= 2
+    g = Net()
+    assert kernels(check(g, [depthwise(g, g.tensor(2, 6, 20), (5,), results=12)])) <= 3
 
 
 def test_norms_and_activations_on_both_sides() -> None:
