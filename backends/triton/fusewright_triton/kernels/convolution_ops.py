@@ -45,7 +45,7 @@ def by_torch(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, stride: Sequence[int], groups: int, target: str
 ) -> Tensor:
     """Compute `convolution` by torch's own calls."""
-    out = torch.nn.functional.conv2d(x, weight, bias, stride, groups=groups)  # type: ignore[arg-type]
+    out = torch.nn.functional.conv2d(x, weight, bias, stride, groups=groups)
     return ACTIVATIONS[activation](out).contiguous(memory_format=torch.channels_last)
 
 
