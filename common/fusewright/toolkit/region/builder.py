@@ -23,16 +23,15 @@ from fusewright.toolkit.region.graph import RegionGraph, made_of
 from fusewright.toolkit.region.verify import verify
 from fusewright.toolkit.rules.space import layout_of
 
-STRIDE_FREE = frozenset({
-    "add", "sub", "mul", "div", "neg", "abs", "exp", "sqrt", "rsqrt", "pow_scalar", "minimum",
-    "maximum", "clamp", "relu", "gelu", "silu", "sigmoid", "tanh", "hardswish", "hardsigmoid",
-    "leaky_relu", "elu", "mish", "softplus", "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d",
+STRIDE_FREE = frozenset(name for name, row in ops.OPS.items() if row.kind is ops.Kind.POINTWISE) - {"clone", "copy"} | {
+    "gelu", "silu", "hardswish", "hardsigmoid", "leaky_relu", "elu", "mish", "softplus",
+    "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d",
     "upsample_nearest2d", "upsample_bilinear2d", "batch_norm", "layer_norm", "group_norm", "rms_norm",
-    "softmax", "mean", "sum", "cast", "cat", "constant_pad_nd", "permute", "transpose", "view",
+    "softmax", "mean", "sum", "cat", "constant_pad_nd", "permute", "transpose", "view",
     "expand", "unsqueeze", "squeeze", "slice", "select", "split", "split_with_sizes", "reshape", "alias",
     "linear", "conv",
     "matmul", "quantize", "quantize_tensor", "dequantize", "dequantize_tensor",
-})  # fmt: skip
+}  # fmt: skip
 """Rows that compute the same values for any strides of their inputs. The strides of their results may then change
 too, as torch's metadata functions determine. An op that does not accept the strides (a view) reads a copy."""
 NORMS = frozenset({"layer_norm", "rms_norm"})
