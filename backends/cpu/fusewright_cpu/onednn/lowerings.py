@@ -41,6 +41,8 @@ PACK_MKL_LINEAR = "mkl::_mkl_reorder_linear_weight.default"
 CONV = "mkldnn::_convolution_pointwise.default"
 CONV_ADD = "mkldnn::_convolution_pointwise.binary"
 PACK_CONV = "mkldnn::_reorder_convolution_weight.default"
+CONV_TRANSPOSED = "mkldnn::_convolution_transpose_pointwise.default"
+PACK_CONV_TRANSPOSED = "mkldnn::_reorder_convolution_transpose_weight.default"
 
 
 OWN = dict.fromkeys(FLOATS, "")
@@ -363,6 +365,8 @@ def conv(m: Match, b: Builder) -> None:
     Weights that require gradients are not packed: eager calls the same oneDNN kernels for them.
     """
     op = m.anchor
+    if patterns.transposes_packed(op, b):
+        return _conv_transposed(m, b)
     if not is_packed(op, b):
         for part in m.ops:
             b.leave(part, any_strides=not op.arg("transposed"))  # torch's metadata functions mispredict its strides
@@ -386,6 +390,21 @@ def conv(m: Match, b: Builder) -> None:
         emit_conv(CONV_ADD, args, out, op, b)
     b.close_call(m.ops)
     note_parts(m, b, "oneDNN conv, packed, channels-last")
+
+
+def _conv_transposed(m: Match, b: Builder) -> None:
+    """Emit a transposed convolution of channels-last images. Of planes, as eager gives them to it, oneDNN takes two to four times
+    as long."""
+    op = m.anchor
+    weight, bias = folded(m, b)
+    neutral = (0,) * (4 - spec_of(op.arg("input")).rank)
+    padding, stride, dilation, groups = geometry_of(op)
+    geometry = (padding, (*neutral, *op.arg("output_padding")), stride, dilation, groups)
+    image = as_dense_image(op.arg("input"), b)
+    packed = b.prepare(PACK_CONV_TRANSPOSED, weight, *geometry, image_shape(spec_of(op.arg("input")).shape))
+    emit_conv(CONV_TRANSPOSED, (image, packed, bias, *geometry, *post_op(m)), m.last.out, op, b)
+    b.close_call(m.ops)
+    note_parts(m, b, "oneDNN transposed conv, packed, channels-last")
 
 
 def packed_conv(weight: Ref, geometry: tuple[Any, ...], x: Value, b: Builder) -> Ref:
@@ -440,6 +459,11 @@ def as_image(value: Value, b: Builder) -> Ref | None:
     view = b.ctx.value(None)
     b.call("aten::unsqueeze.default", b.any_strides(value), 2, out=view)
     return Ref(view.id)
+
+
+def as_dense_image(value: Value, b: Builder) -> Ref | None:
+    """Refer to images with dense channels-last strides, copied to these if they have others."""
+    return as_image(value, b) if b.spec(value).rank == 3 else b.any_strides(pointwise.channels_last(value, b))
 
 
 def emit_conv(target: str, args: tuple[Any, ...], out: Value, op: OpView, b: Builder) -> None:
