@@ -251,3 +251,55 @@ def test_some_transposed_convolutions_stay_eagers(how: dict[str, int]) -> None:
     pair = [step, step], [1, 1], [dilation, dilation], True, [end, end]
     y = g.op("conv", g.image(c), g.weight(c, 16 // groups, 3, 3), None, *pair, groups)
     assert TRANSPOSED not in targets(check(g, [y]))
+
+
+def volume(g: Net, channels: int = 8) -> object:
+    return g.input(torch.randn(1, channels, 5, 6, 7, dtype=g.dtype))
+
+
+def conv3d(g: Net, x: object, i: int, o: int, step: int = 1, groups: int = 1, bias: bool = True) -> object:
+    weights = g.weight(o, i // groups, 3, 3, 3), g.weight(o) if bias else None
+    return g.op("conv", x, *weights, [1, step, step], [1, 1, 1], [1, 1, 1], False, [0, 0, 0], groups)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(("step", "groups", "bias"), [(1, 1, True), (2, 1, False), (1, 8, True), (1, 2, True)])
+def test_convolutions_of_volumes_are_packed_with_their_batch_norm(dtype: torch.dtype, step: int, groups: int, bias: bool) -> None:
+    g = Net(dtype)
+    y = g.op("silu", g.norm(conv3d(g, volume(g), 8, 16, step, groups, bias), 16))
+    assert targets(check(g, [y])) == [CONV, COPY]
+
+
+def test_volumes_stay_channels_last_between_convolutions() -> None:
+    g = Net()
+    y = g.op("relu", conv3d(g, volume(g), 8, 8))
+    z = g.op("add", conv3d(g, y, 8, 8), y)
+    assert targets(check(g, [conv3d(g, z, 8, 8)])) == [CONV, "kernel relu", CONV, "kernel add", CONV, COPY]
+
+
+def test_long_sums_over_volumes_are_split() -> None:
+    g = Net()
+    assert targets(check(g, [conv3d(g, volume(g, 64), 64, 8)])) == [CONV, "kernel add_clone"]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_convolutions_of_volumes_without_constant_weights_stay_eagers(dtype: torch.dtype) -> None:
+    g = Net(dtype)
+    y = g.norm(conv3d(g, volume(g), 8, 8), 8)
+    w = g.input(torch.randn(8, 8, 1, 1, 1, dtype=dtype))
+    z = g.op("conv", g.op("silu", y), w, None, [1] * 3, [0] * 3, [1] * 3, False, [0] * 3, 1)
+    assert "aten::convolution" in targets(check(g, [z]))
+
+
+@needs_bf16
+def test_an_addition_rides_on_a_convolution_of_volumes() -> None:
+    g = Net(BF16)
+    x = volume(g)
+    assert targets(check(g, [g.op("add", conv3d(g, x, 8, 8), x)], "onednn")) == [CONV_ADD, COPY]
+
+
+def test_patches_of_volumes_stay_eagers_product() -> None:
+    g = Net()
+    how = [1, 2, 2], [0] * 3, [1] * 3, False, [0] * 3, 1
+    y = g.op("conv", volume(g, 3), g.weight(8, 3, 1, 2, 2), None, *how)
+    assert targets(check(g, [y])) == ["aten::convolution"]

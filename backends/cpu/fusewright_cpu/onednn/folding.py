@@ -24,7 +24,8 @@ def folded(m: Match, b: Builder, dtype: torch.dtype | None = None) -> tuple[Ref,
         weight = b.prepare("aten::unsqueeze.default", weight, 2)
     bias = None if op.arg("bias") is None else b.exact(op.arg("bias"))
     if norm is not None:
-        column = (1, -1, 1, 1) if op.arg("transposed") else (-1, 1, 1, 1)
+        points = (1,) * max(given.rank - 2, 2)
+        column = (1, -1, *points) if op.arg("transposed") else (-1, 1, *points)
         weight, bias = _fold(weight, bias, norm, column, b, dtype or given.dtype)
     return weight, bias
 

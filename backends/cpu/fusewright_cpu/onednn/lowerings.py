@@ -350,8 +350,8 @@ def _concatenated(m: Match, b: Builder) -> None:
 
 def conv_reason(op: OpView) -> str | None:
     x, w = spec_of(op.arg("input")), spec_of(op.arg("weight"))
-    if x.rank not in (3, 4) or x.rank != w.rank:
-        return "only 1-d and 2-d convolutions of a batch"
+    if x.rank not in (3, 4, 5) or x.rank != w.rank:
+        return "only 1-d to 3-d convolutions of a batch"
     if 0 in x.shape or 0 in spec_of(op.out).shape:
         return "an empty input or output"
     return "mixed dtypes" if mixed_types(op) else None
@@ -361,7 +361,7 @@ def conv_reason(op: OpView) -> str | None:
 def conv(m: Match, b: Builder) -> None:
     """Emit a channels-last convolution with its batch norm folded in, followed by an addition and a unary op.
 
-    A 1-d convolution runs as a 2-d one over images of height 1, because oneDNN packs only 2-d weights.
+    A 1-d convolution runs as a 2-d one over images of height 1, because oneDNN packs no weights of fewer dimensions.
     Weights that require gradients are not packed: eager calls the same oneDNN kernels for them.
     """
     op = m.anchor
@@ -369,7 +369,8 @@ def conv(m: Match, b: Builder) -> None:
         return _conv_transposed(m, b)
     if not is_packed(op, b):
         for part in m.ops:
-            b.leave(part, any_strides=not op.arg("transposed"))  # torch's metadata functions mispredict its strides
+            known = not op.arg("transposed") and spec_of(op.arg("input")).rank != 5
+            b.leave(part, any_strides=known)  # torch's metadata functions mispredict the strides of others
         b.notes[op.id] = "ATen: calls oneDNN with the weight as it is"
         return
     weight, bias = folded(m, b)
@@ -408,7 +409,8 @@ def _conv_transposed(m: Match, b: Builder) -> None:
 
 
 def packed_conv(weight: Ref, geometry: tuple[Any, ...], x: Value, b: Builder) -> Ref:
-    weight = b.prepare("aten::clone.default", weight, memory_format=torch.channels_last)
+    layout = torch.channels_last_3d if spec_of(x).rank == 5 else torch.channels_last
+    weight = b.prepare("aten::clone.default", weight, memory_format=layout)
     return b.prepare(PACK_CONV, weight, *geometry, image_shape(spec_of(x).shape))
 
 
@@ -430,13 +432,13 @@ def _conv_in_parts(m: Match, parts: int, weight: Ref, bias: Ref | None, b: Build
 
 
 def channels_last_of(shape: Sequence[Any]) -> tuple[int, ...]:
-    """Return the strides of [N, C, H, W] or [N, C, L] with C innermost."""
+    """Return the strides of [N, C, L], [N, C, H, W] or [N, C, D, H, W] with C innermost."""
     stride = channels_last_strides(image_shape(shape))
-    return stride if len(shape) == 4 else (*stride[:2], stride[3])
+    return stride if len(shape) > 3 else (*stride[:2], stride[3])
 
 
 def geometry_of(op: OpView) -> tuple[Any, ...]:
-    """Return padding, stride, dilation and groups, over two dimensions."""
+    """Return padding, stride, dilation and groups, over two dimensions or more."""
     neutral = {"padding": 0, "stride": 1, "dilation": 1}
     flat = spec_of(op.arg("input")).rank == 3
     return *((n, *op.arg(k)) if flat else op.arg(k) for k, n in neutral.items()), op.arg("groups")
@@ -444,14 +446,14 @@ def geometry_of(op: OpView) -> tuple[Any, ...]:
 
 def image_shape(shape: Sequence[Any]) -> tuple[Any, ...]:
     """Return [N, C, L] as [N, C, 1, L]."""
-    return tuple(shape) if len(shape) == 4 else (*shape[:2], 1, shape[2])
+    return tuple(shape) if len(shape) > 3 else (*shape[:2], 1, shape[2])
 
 
 def as_image(value: Value, b: Builder) -> Ref | None:
-    """Refer to [N, C, H, W] or [N, C, L] as two-dimensional images. Of fixed sizes, the latter become channels-last in a kernel:
+    """Refer to [N, C, L] as two-dimensional images, to others as they are. Of fixed sizes, signals become channels-last in a kernel:
     the operator's own copy of images of height 1 takes two to three times as long."""
     spec = b.spec(value)
-    if spec.rank == 4:
+    if spec.rank > 3:
         return b.any_strides(value)
     usual = channels_last_of(spec.shape) if spec.static else spec.stride
     if any(n != 1 and s != u for n, s, u in zip(spec.shape, spec.stride, usual, strict=True)):
@@ -469,7 +471,7 @@ def as_dense_image(value: Value, b: Builder) -> Ref | None:
 def emit_conv(target: str, args: tuple[Any, ...], out: Value, op: OpView, b: Builder) -> None:
     shape = spec_of(out).shape
     stride = channels_last_strides(image_shape(shape))
-    if len(shape) == 4:
+    if len(shape) > 3:
         b.library(target, *args, out=out, stride=stride, op=op)
         return
     image = b.ctx.value(TensorSpec(image_shape(shape), stride, spec_of(out).dtype))

@@ -105,8 +105,11 @@ def unflattens(op: OpView, m: Match, b: Builder) -> bool:
 
 
 def is_packed(op: OpView, b: Builder) -> bool:
-    """Return whether the weight of a convolution is in oneDNN's own layout."""
-    return not op.arg("transposed") and b.is_const(op.arg("weight")) and b.ctx.options["prepack"] != "never"
+    """Return whether the weight of a convolution is in oneDNN's own layout. Of volumes in patches, eager makes one product."""
+    x, w = op.arg("input").spec, op.arg("weight").spec
+    patches = x.rank == 5 and set(w.shape[2:]) != {1} and tuple(w.shape[2:]) == tuple(op.arg("stride"))
+    constant = b.is_const(op.arg("weight")) and b.ctx.options["prepack"] != "never"
+    return constant and not op.arg("transposed") and not patches
 
 
 def transposes_packed(op: OpView, b: Builder) -> bool:

@@ -437,9 +437,10 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def channels_last_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a dense [N, C, H, W] tensor with C innermost."""
-    _, c, h, w = shape
-    return (h * w * c, 1, w * c, c)
+    """Strides of a dense [N, C, H, W] or [N, C, D, H, W] tensor with C innermost."""
+    n, c, *points = shape
+    batch, *steps, _ = contiguous_strides((n, *points, c))
+    return (batch, 1, *steps)
 
 
 def metadata(operator: Any, given: Mapping[str, Any], spec: Callable[[Value], TensorSpec]) -> Any:
