@@ -450,7 +450,7 @@ def image_shape(shape: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def as_image(value: Value, b: Builder) -> Ref | None:
-    """Refer to [N, C, L] as two-dimensional images, to others as they are. Of fixed sizes, signals become channels-last in a kernel:
+    """Refer to [N, C, L] as images, to others as they are. Of fixed sizes, signals become channels-last in a kernel:
     the operator's own copy of images of height 1 takes two to three times as long."""
     spec = b.spec(value)
     if spec.rank > 3:
