@@ -46,6 +46,7 @@ def _fold(weight: Ref, bias: Ref | None, norm: OpView, column: tuple[int, ...], 
     shift = b.prepare("aten::mul.Tensor", shift, scale)
     if norm.arg("bias") is not None:
         shift = b.prepare("aten::add.Tensor", shift, wide(norm.arg("bias")))
-    scaled = b.prepare("aten::mul.Tensor", wide(weight), b.prepare("aten::view.default", scale, column))
+    by_channel = b.prepare("aten::view.default", scale, column)
+    scaled = b.prepare("aten::mul.Tensor", wide(weight), by_channel)
     rounded = scaled if dtype is torch.float32 else b.prepare("aten::_to_copy.default", scaled, dtype=dtype)
     return rounded, shift

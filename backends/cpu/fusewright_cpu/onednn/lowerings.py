@@ -22,7 +22,7 @@ from fusewright.toolkit.region.graph import spec_of
 from fusewright.toolkit.region.pattern import Chain, Match, chain, find, siblings
 from fusewright.toolkit.region.rewrite import Row
 from fusewright_cpu.kernels.by_hand import MOST_GEMV_ROWS, Attention
-from fusewright_cpu.onednn import choices, heads, own, patterns, sums
+from fusewright_cpu.onednn import choices, heads, own, patterns, planes, sums
 from fusewright_cpu.onednn.choices import FITTED, NOTHING, Product, Unary
 from fusewright_cpu.onednn.conv import depthwise, direct, pointwise
 from fusewright_cpu.onednn.folding import folded
@@ -628,6 +628,7 @@ ROWS = (
         "onednn.product.siblings", chain("linear"), extend=_siblings, pays=_concat_pays, write=_concatenated,
         note="one product for several",
     ),
+    planes.ROW,
     of_table(LOWERINGS, "onednn.product", patterns.PRODUCT, "product"),
     depthwise.ROW,
     pointwise.ROW,

@@ -30,7 +30,7 @@ STRIDE_FREE = frozenset({
     "upsample_nearest2d", "upsample_bilinear2d", "batch_norm", "layer_norm", "group_norm", "rms_norm",
     "softmax", "mean", "sum", "cast", "cat", "constant_pad_nd", "permute", "transpose", "view",
     "expand", "unsqueeze", "squeeze", "slice", "select", "split", "split_with_sizes", "reshape", "alias",
-    "linear", "conv",
+    "linear", "conv", "bmm",
     "matmul", "quantize", "quantize_tensor", "dequantize", "dequantize_tensor",
 })  # fmt: skip
 """Rows that compute the same values for any strides of their inputs. The strides of their results may then change
