@@ -198,12 +198,6 @@ def test_an_addition_rides_behind_a_convolution_of_a_sequence() -> None:
     assert CONV_ADD in targets(check(g, [y]))
 
 
-def test_a_transposed_convolution_stays_between_the_others() -> None:
-    g = Net()
-    y = g.op("conv", g.conv(g.image(), 8, 8), g.weight(8, 8, 2, 2), None, [2, 2], [0, 0], [1, 1], True, [0, 0], 1)
-    assert targets(check(g, [g.conv(y, 8, 8)])) == [CONV, COPY, "aten::convolution", CONV, COPY]
-
-
 def test_a_group_norm_reads_what_eager_refuses() -> None:
     """After convolutions: a sequence, and half of the channels. Eager's group norm accepts only dense images."""
     g = Net()
@@ -212,3 +206,100 @@ def test_a_group_norm_reads_what_eager_refuses() -> None:
     cases = ((conv, 2, 21), (half, 1, 49))
     norms = [g.op("group_norm", v, g.weight(8), g.weight(8), n, 8, points, 4, 1e-5) for v, n, points in cases]
     assert not any("group_norm" in t and "kernel" not in t for t in targets(check(g, norms)))
+
+
+TRANSPOSED = "mkldnn::_convolution_transpose_pointwise"
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("taps", "step", "groups", "end"), [(2, 2, 1, 0), (4, 2, 1, 0), (3, 2, 1, 1), (3, 1, 1, 0), (4, 2, 2, 0)])
+def test_transposed_convolutions_are_packed(dtype: torch.dtype, bias: bool, taps: int, step: int, groups: int, end: int) -> None:
+    g = Net(dtype)
+    weights = g.weight(8, 16 // groups, taps, taps), g.weight(16) if bias else None
+    pad = [int(taps > 2)] * 2
+    y = g.op("conv", g.image(), *weights, [step, step], pad, [1, 1], True, [end, end], groups)
+    assert targets(check(g, [g.op("hardswish", y)])) == [COPY, TRANSPOSED, COPY]
+
+
+def test_images_stay_channels_last_through_a_transposed_convolution() -> None:
+    g = Net()
+    y = g.op("conv", g.conv(g.image(), 8, 8), g.weight(8, 8, 2, 2), None, [2, 2], [0, 0], [1, 1], True, [0, 0], 1)
+    assert targets(check(g, [g.conv(y, 8, 8)])) == [CONV, TRANSPOSED, CONV, COPY]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_a_batch_norm_behind_a_transposed_convolution_is_folded(dtype: torch.dtype) -> None:
+    g = Net(dtype)
+    y = g.op("conv", g.image(), g.weight(8, 16, 2, 2), g.weight(16), [2, 2], [0, 0], [1, 1], True, [0, 0], 1)
+    assert targets(check(g, [g.norm(y, 16)])) == ["kernel clone", TRANSPOSED, COPY]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_a_transposed_convolution_of_signals_is_one_of_images(dtype: torch.dtype) -> None:
+    g = Net(dtype)
+    x = g.input(torch.randn(2, 8, 20, dtype=dtype))
+    y = g.op("conv", x, g.weight(8, 16, 4), g.weight(16), [2], [1], [1], True, [0], 1)
+    assert TRANSPOSED in targets(check(g, [y]))
+
+
+@pytest.mark.parametrize("how", [{"groups": 8}, {"end": 2, "dilation": 3}, {"channels": 128, "step": 1}])
+def test_some_transposed_convolutions_stay_eagers(how: dict[str, int]) -> None:
+    """With one channel a group or a long end torch does not call oneDNN; at stride 1 long sums would be less exact."""
+    g = Net()
+    c, groups, step, end, dilation = (how.get(k, d) for k, d in dict(channels=8, groups=1, step=2, end=0, dilation=1).items())
+    pair = [step, step], [1, 1], [dilation, dilation], True, [end, end]
+    y = g.op("conv", g.image(c), g.weight(c, 16 // groups, 3, 3), None, *pair, groups)
+    assert TRANSPOSED not in targets(check(g, [y]))
+
+
+def volume(g: Net, channels: int = 8) -> object:
+    return g.input(torch.randn(1, channels, 5, 6, 7, dtype=g.dtype))
+
+
+def conv3d(g: Net, x: object, i: int, o: int, step: int = 1, groups: int = 1, bias: bool = True) -> object:
+    weights = g.weight(o, i // groups, 3, 3, 3), g.weight(o) if bias else None
+    return g.op("conv", x, *weights, [1, step, step], [1, 1, 1], [1, 1, 1], False, [0, 0, 0], groups)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(("step", "groups", "bias"), [(1, 1, True), (2, 1, False), (1, 8, True), (1, 2, True)])
+def test_convolutions_of_volumes_are_packed_with_their_batch_norm(dtype: torch.dtype, step: int, groups: int, bias: bool) -> None:
+    g = Net(dtype)
+    y = g.op("silu", g.norm(conv3d(g, volume(g), 8, 16, step, groups, bias), 16))
+    assert targets(check(g, [y])) == [CONV, COPY]
+
+
+def test_volumes_stay_channels_last_between_convolutions() -> None:
+    g = Net()
+    y = g.op("relu", conv3d(g, volume(g), 8, 8))
+    z = g.op("add", conv3d(g, y, 8, 8), y)
+    assert targets(check(g, [conv3d(g, z, 8, 8)])) == [CONV, "kernel relu", CONV, "kernel add", CONV, COPY]
+
+
+def test_long_sums_over_volumes_are_split() -> None:
+    g = Net()
+    assert targets(check(g, [conv3d(g, volume(g, 64), 64, 8)])) == [CONV, "kernel add_clone"]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_convolutions_of_volumes_without_constant_weights_stay_eagers(dtype: torch.dtype) -> None:
+    g = Net(dtype)
+    y = g.norm(conv3d(g, volume(g), 8, 8), 8)
+    w = g.input(torch.randn(8, 8, 1, 1, 1, dtype=dtype))
+    z = g.op("conv", g.op("silu", y), w, None, [1] * 3, [0] * 3, [1] * 3, False, [0] * 3, 1)
+    assert "aten::convolution" in targets(check(g, [z]))
+
+
+@needs_bf16
+def test_an_addition_rides_on_a_convolution_of_volumes() -> None:
+    g = Net(BF16)
+    x = volume(g)
+    assert targets(check(g, [g.op("add", conv3d(g, x, 8, 8), x)], "onednn")) == [CONV_ADD, COPY]
+
+
+def test_patches_of_volumes_stay_eagers_product() -> None:
+    g = Net()
+    how = [1, 2, 2], [0] * 3, [1] * 3, False, [0] * 3, 1
+    y = g.op("conv", volume(g, 3), g.weight(8, 3, 1, 2, 2), None, *how)
+    assert targets(check(g, [y])) == ["aten::convolution"]

@@ -17,7 +17,7 @@ from fusewright_cpu.emit.rows import RowLoops
 from fusewright_cpu.emit.segments import segments
 from fusewright_cpu.emit.strategy import Strategy, pointwise_units, tile_units
 from fusewright_cpu.emit.text import Fn, Module, V, i64
-from fusewright_cpu.emit.tiles import transpose
+from fusewright_cpu.emit.tiles import across_store, transpose
 
 STACK_BYTES = 65536
 """The largest row buffer on the stack; longer ones and those of symbolic size are on the heap."""
@@ -439,7 +439,13 @@ class Body:
                 raise ValueError(f"no code for {n.op}")
 
     def _store(self, n: Node, values: dict[int, V], u: int, varying: bool) -> None:
-        """Emit a store: alone, or with the whole interleaved set when it is the last of it."""
+        """Emit a store: alone, with an interleaved set when it is the last of it, or for all units of a tile with the last."""
+        v, t = self.how.v, self.lanes.units_along
+        if v is not None and t != v and across_store(self.kernel, n, v) == t:
+            if u == self.lanes.w - 1:
+                units = [self.lanes.in_memory(self.value(n.args[0], k), n) for k in range(self.lanes.w)]
+                self.lanes.store_rows(n, transpose(self.f, units))
+            return
         m = self.zips.get(n.id)
         if m is None or not varying or self.lanes.mask is not None or self.lanes.w == 1 or self.how.tile is not None:
             self.lanes.store(n, values, u, varying)

@@ -167,7 +167,7 @@ class Lanes:
         f, t, size = self.f, memory_type(n.dtype), TYPES[n.dtype].size
         if n.buffer is None:
             raise ValueError("verify the kernel first")
-        places = [f.splat(f.conv("zext", x, "i8") if n.dtype == "bool" else x, self.w) for x in places]
+        places = [self.in_memory(x, n) for x in places]
         at = self.index(base, {}, u, lanes=False)
         for k, x in enumerate(zipped(f, places)):
             f.raw(f"store {x}, {f.gep(t, self.args.buffers[n.buffer], f.add(at, i64(k * self.w)))}, align {size}")
@@ -175,14 +175,24 @@ class Lanes:
     def load_rows(self, n: Node, count: int) -> list[V]:
         """Load vectors along `units_along`, one for each of `count` points of `v`."""
         f, t, size = self.f, memory_type(n.dtype), TYPES[n.dtype].size
+        return [f.let(t, count, f"load <{count} x {t}>, {p}, align {size}") for p in self._rows(n, count)]
+
+    def store_rows(self, n: Node, rows: list[V]) -> None:
+        """Store vectors along `units_along`, one for each point of `v` from the first on."""
+        for x, p in zip(rows, self._rows(n, len(rows)), strict=True):
+            self.f.raw(f"store {x}, {p}, align {TYPES[n.dtype].size}")
+
+    def _rows(self, n: Node, count: int) -> list[V]:
+        """Return the addresses of the vectors along `units_along` at `count` points of `v`."""
+        f, t = self.f, memory_type(n.dtype)
         if n.index is None or n.buffer is None or self.v is None:
             raise ValueError("verify the kernel first")
         at, step = self.index(n.index, {}, 0, lanes=False), self.args.extent(dict(n.index.coefs)[self.v])
-        rows = []
-        for k in range(count):
-            p = f.gep(t, self.args.buffers[n.buffer], f.add(at, f.mul(step, i64(k))))
-            rows.append(f.let(t, count, f"load <{count} x {t}>, {p}, align {size}"))
-        return rows
+        return [f.gep(t, self.args.buffers[n.buffer], f.add(at, f.mul(step, i64(k)))) for k in range(count)]
+
+    def in_memory(self, x: V, n: Node) -> V:
+        """Return a vector of what a store writes."""
+        return self.f.splat(self.f.conv("zext", x, "i8") if n.dtype == "bool" else x, self.w)
 
     def _load_scalar(self, n: Node, values: dict[int, V], u: int, own: V | None, other: V | None) -> V:
         f, t = self.f, memory_type(n.dtype)

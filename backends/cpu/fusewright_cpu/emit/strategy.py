@@ -57,14 +57,16 @@ def choose(kernel: Kernel, target: CpuTarget) -> Strategy:
 
 
 def _tiled(kernel: Kernel, target: CpuTarget, sizes: list[int]) -> Strategy | None:
-    """Return square tiles if stores run along one axis and loads along another."""
+    """Return square tiles if loads and stores run along two axes: with those along the second transposed, the fewer."""
+    found: dict[int, Strategy] = {}
     for v in reversed(range(len(kernel.p))):
         lanes = min(_lanes(kernel, target, kernel.sizes[v]), MOST_LANES)
-        t = tile_axis(kernel, sizes, v, lanes)
-        if t is not None:
+        tile = tile_axis(kernel, sizes, v, lanes)
+        if tile is not None:
+            t, transposed = tile
             parallel = tuple(a for a in range(len(kernel.p)) if a not in (v, t))
-            return Strategy(v, False, lanes, parallel, (), LOOPS.tile * lanes, t)
-    return None
+            found.setdefault(transposed, Strategy(v, False, lanes, parallel, (), LOOPS.tile * lanes, t))
+    return found[min(found)] if found else None
 
 
 def _block(kernel: Kernel, size: int, lanes: int, has_serial: bool, has_outer: bool) -> int:

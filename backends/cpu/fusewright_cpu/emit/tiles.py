@@ -1,30 +1,44 @@
-"""Square tiles: a pointwise kernel that stores along one axis and loads along another reads vectors along the second
-and transposes them in registers, instead of gathering."""
+"""Square tiles: a pointwise kernel that loads or stores along two axes reads or writes vectors along the second and
+transposes them in registers, instead of gathering or scattering."""
 
 from __future__ import annotations
 
-from fusewright.toolkit.ir.ir import Kernel, across, cost
+from fusewright.toolkit.ir.ir import Kernel, Node, across, cost
 from fusewright_cpu.emit.text import Fn, V
 
-MOST_LOADS = 2
-"""The most transposed loads of one kernel: each holds a register per lane."""
+MOST_TRANSPOSED = 2
+"""The most transposed loads and stores of one kernel: each holds a register per lane."""
 MOST_LANES = 16
 """The most lanes of a tile: as many vectors are in registers at once."""
 MOST_COST = 100
 """The most vector instructions of a kernel that is written out once per lane."""
 
 
-def tile_axis(kernel: Kernel, sizes: list[int], v: int, lanes: int) -> int | None:
-    """Return the axis of the other loads if all stores run along `v`; None where tiles do not apply."""
+def tile_axis(kernel: Kernel, sizes: list[int], v: int, lanes: int) -> tuple[int, int] | None:
+    """Return the axis of the loads and stores that do not run along `v`, and their number; None where tiles do not apply."""
     if kernel.r or lanes < 4 or sizes[v] < lanes or sum(cost(n) for n in kernel.nodes()) > MOST_COST:
         return None
-    for n in kernel.nodes():
-        if n.op == "store" and (n.how or n.index is None or n.index.indirect or n.index.stride_of(v) != 1):
-            return None
-    axes = [a for n in kernel.nodes() if (a := across(kernel, n, v)) is not None]
-    if not 0 < len(axes) <= MOST_LOADS or len(set(axes)) > 1 or sizes[axes[0]] < lanes:
+    nodes = list(kernel.nodes())
+    stores = [n for n in nodes if n.op == "store"]
+    if not all(_along(n, v) or across_store(kernel, n, v) is not None for n in stores) or not any(_along(n, v) for n in stores):
         return None
-    return axes[0]
+    axes = [a for n in nodes for a in (across(kernel, n, v), across_store(kernel, n, v)) if a is not None]
+    if not 0 < len(axes) <= MOST_TRANSPOSED or len(set(axes)) > 1 or sizes[axes[0]] < lanes:
+        return None
+    return axes[0], len(axes)
+
+
+def _along(n: Node, v: int) -> bool:
+    """Whether a store that overwrites runs along `v`."""
+    return not n.how and n.index is not None and not n.index.indirect and n.index.stride_of(v) == 1
+
+
+def across_store(kernel: Kernel, n: Node, v: int) -> int | None:
+    """Return the parallel axis along which a plain store is contiguous; None if there is none, or it runs along `v`."""
+    ix = n.index
+    if n.op != "store" or ix is None or n.how or len(n.args) > 1 or ix.indirect or ix.divmods or ix.stride_of(v) in (0, 1):
+        return None
+    return next((a for a, c in ix.coefs if c == 1 and a != v and a < len(kernel.p)), None)
 
 
 def transpose(f: Fn, rows: list[V]) -> list[V]:

@@ -24,11 +24,13 @@ def folded(m: Match, b: Builder, dtype: torch.dtype | None = None) -> tuple[Ref,
         weight = b.prepare("aten::unsqueeze.default", weight, 2)
     bias = None if op.arg("bias") is None else b.exact(op.arg("bias"))
     if norm is not None:
-        weight, bias = _fold(weight, bias, norm, b, dtype or given.dtype)
+        points = (1,) * max(given.rank - 2, 2)
+        column = (1, -1, *points) if op.arg("transposed") else (-1, 1, *points)
+        weight, bias = _fold(weight, bias, norm, column, b, dtype or given.dtype)
     return weight, bias
 
 
-def _fold(weight: Ref, bias: Ref | None, norm: OpView, b: Builder, dtype: torch.dtype) -> tuple[Ref, Ref]:
+def _fold(weight: Ref, bias: Ref | None, norm: OpView, column: tuple[int, ...], b: Builder, dtype: torch.dtype) -> tuple[Ref, Ref]:
     def wide(value: Value | Ref) -> Ref:
         return b.prepare(
             "aten::_to_copy.default", value if isinstance(value, Ref) else b.exact(value), dtype=torch.float32
@@ -44,7 +46,7 @@ def _fold(weight: Ref, bias: Ref | None, norm: OpView, b: Builder, dtype: torch.
     shift = b.prepare("aten::mul.Tensor", shift, scale)
     if norm.arg("bias") is not None:
         shift = b.prepare("aten::add.Tensor", shift, wide(norm.arg("bias")))
-    column = b.prepare("aten::view.default", scale, (-1, 1, 1, 1))
-    scaled = b.prepare("aten::mul.Tensor", wide(weight), column)
+    by_channel = b.prepare("aten::view.default", scale, column)
+    scaled = b.prepare("aten::mul.Tensor", wide(weight), by_channel)
     rounded = scaled if dtype is torch.float32 else b.prepare("aten::_to_copy.default", scaled, dtype=dtype)
     return rounded, shift

@@ -22,7 +22,7 @@ from fusewright.toolkit.region.graph import spec_of
 from fusewright.toolkit.region.pattern import Chain, Match, chain, find, siblings
 from fusewright.toolkit.region.rewrite import Row
 from fusewright_cpu.kernels.by_hand import MOST_GEMV_ROWS, Attention
-from fusewright_cpu.onednn import choices, heads, own, patterns, sums
+from fusewright_cpu.onednn import choices, heads, own, patterns, planes, sums
 from fusewright_cpu.onednn.choices import FITTED, NOTHING, Product, Unary
 from fusewright_cpu.onednn.conv import depthwise, direct, pointwise
 from fusewright_cpu.onednn.folding import folded
@@ -41,6 +41,8 @@ PACK_MKL_LINEAR = "mkl::_mkl_reorder_linear_weight.default"
 CONV = "mkldnn::_convolution_pointwise.default"
 CONV_ADD = "mkldnn::_convolution_pointwise.binary"
 PACK_CONV = "mkldnn::_reorder_convolution_weight.default"
+CONV_TRANSPOSED = "mkldnn::_convolution_transpose_pointwise.default"
+PACK_CONV_TRANSPOSED = "mkldnn::_reorder_convolution_transpose_weight.default"
 
 
 OWN = dict.fromkeys(FLOATS, "")
@@ -348,8 +350,8 @@ def _concatenated(m: Match, b: Builder) -> None:
 
 def conv_reason(op: OpView) -> str | None:
     x, w = spec_of(op.arg("input")), spec_of(op.arg("weight"))
-    if x.rank not in (3, 4) or x.rank != w.rank:
-        return "only 1-d and 2-d convolutions of a batch"
+    if x.rank not in (3, 4, 5) or x.rank != w.rank:
+        return "only 1-d to 3-d convolutions of a batch"
     if 0 in x.shape or 0 in spec_of(op.out).shape:
         return "an empty input or output"
     return "mixed dtypes" if mixed_types(op) else None
@@ -359,13 +361,16 @@ def conv_reason(op: OpView) -> str | None:
 def conv(m: Match, b: Builder) -> None:
     """Emit a channels-last convolution with its batch norm folded in, followed by an addition and a unary op.
 
-    A 1-d convolution runs as a 2-d one over images of height 1, because oneDNN packs only 2-d weights.
+    A 1-d convolution runs as a 2-d one over images of height 1, because oneDNN packs no weights of fewer dimensions.
     Weights that require gradients are not packed: eager calls the same oneDNN kernels for them.
     """
     op = m.anchor
+    if patterns.transposes_packed(op, b):
+        return _conv_transposed(m, b)
     if not is_packed(op, b):
         for part in m.ops:
-            b.leave(part, any_strides=not op.arg("transposed"))  # torch's metadata functions mispredict its strides
+            known = not op.arg("transposed") and spec_of(op.arg("input")).rank != 5
+            b.leave(part, any_strides=known)  # torch's metadata functions mispredict the strides of others
         b.notes[op.id] = "ATen: calls oneDNN with the weight as it is"
         return
     weight, bias = folded(m, b)
@@ -388,8 +393,24 @@ def conv(m: Match, b: Builder) -> None:
     note_parts(m, b, "oneDNN conv, packed, channels-last")
 
 
+def _conv_transposed(m: Match, b: Builder) -> None:
+    """Emit a transposed convolution of channels-last images. Of planes, as eager gives them to it, oneDNN takes two to four times
+    as long."""
+    op = m.anchor
+    weight, bias = folded(m, b)
+    neutral = (0,) * (4 - spec_of(op.arg("input")).rank)
+    padding, stride, dilation, groups = geometry_of(op)
+    geometry = (padding, (*neutral, *op.arg("output_padding")), stride, dilation, groups)
+    image = as_dense_image(op.arg("input"), b)
+    packed = b.prepare(PACK_CONV_TRANSPOSED, weight, *geometry, image_shape(spec_of(op.arg("input")).shape))
+    emit_conv(CONV_TRANSPOSED, (image, packed, bias, *geometry, *post_op(m)), m.last.out, op, b)
+    b.close_call(m.ops)
+    note_parts(m, b, "oneDNN transposed conv, packed, channels-last")
+
+
 def packed_conv(weight: Ref, geometry: tuple[Any, ...], x: Value, b: Builder) -> Ref:
-    weight = b.prepare("aten::clone.default", weight, memory_format=torch.channels_last)
+    layout = torch.channels_last_3d if spec_of(x).rank == 5 else torch.channels_last
+    weight = b.prepare("aten::clone.default", weight, memory_format=layout)
     return b.prepare(PACK_CONV, weight, *geometry, image_shape(spec_of(x).shape))
 
 
@@ -411,13 +432,13 @@ def _conv_in_parts(m: Match, parts: int, weight: Ref, bias: Ref | None, b: Build
 
 
 def channels_last_of(shape: Sequence[Any]) -> tuple[int, ...]:
-    """Return the strides of [N, C, H, W] or [N, C, L] with C innermost."""
+    """Return the strides of [N, C, L], [N, C, H, W] or [N, C, D, H, W] with C innermost."""
     stride = channels_last_strides(image_shape(shape))
-    return stride if len(shape) == 4 else (*stride[:2], stride[3])
+    return stride if len(shape) > 3 else (*stride[:2], stride[3])
 
 
 def geometry_of(op: OpView) -> tuple[Any, ...]:
-    """Return padding, stride, dilation and groups, over two dimensions."""
+    """Return padding, stride, dilation and groups, over two dimensions or more."""
     neutral = {"padding": 0, "stride": 1, "dilation": 1}
     flat = spec_of(op.arg("input")).rank == 3
     return *((n, *op.arg(k)) if flat else op.arg(k) for k, n in neutral.items()), op.arg("groups")
@@ -425,14 +446,14 @@ def geometry_of(op: OpView) -> tuple[Any, ...]:
 
 def image_shape(shape: Sequence[Any]) -> tuple[Any, ...]:
     """Return [N, C, L] as [N, C, 1, L]."""
-    return tuple(shape) if len(shape) == 4 else (*shape[:2], 1, shape[2])
+    return tuple(shape) if len(shape) > 3 else (*shape[:2], 1, shape[2])
 
 
 def as_image(value: Value, b: Builder) -> Ref | None:
-    """Refer to [N, C, H, W] or [N, C, L] as two-dimensional images. Of fixed sizes, the latter become channels-last in a kernel:
+    """Refer to [N, C, L] as images, to others as they are. Of fixed sizes, signals become channels-last in a kernel:
     the operator's own copy of images of height 1 takes two to three times as long."""
     spec = b.spec(value)
-    if spec.rank == 4:
+    if spec.rank > 3:
         return b.any_strides(value)
     usual = channels_last_of(spec.shape) if spec.static else spec.stride
     if any(n != 1 and s != u for n, s, u in zip(spec.shape, spec.stride, usual, strict=True)):
@@ -442,10 +463,15 @@ def as_image(value: Value, b: Builder) -> Ref | None:
     return Ref(view.id)
 
 
+def as_dense_image(value: Value, b: Builder) -> Ref | None:
+    """Refer to images with dense channels-last strides, copied to these if they have others."""
+    return as_image(value, b) if b.spec(value).rank == 3 else b.any_strides(pointwise.channels_last(value, b))
+
+
 def emit_conv(target: str, args: tuple[Any, ...], out: Value, op: OpView, b: Builder) -> None:
     shape = spec_of(out).shape
     stride = channels_last_strides(image_shape(shape))
-    if len(shape) == 4:
+    if len(shape) > 3:
         b.library(target, *args, out=out, stride=stride, op=op)
         return
     image = b.ctx.value(TensorSpec(image_shape(shape), stride, spec_of(out).dtype))
@@ -602,6 +628,7 @@ ROWS = (
         "onednn.product.siblings", chain("linear"), extend=_siblings, pays=_concat_pays, write=_concatenated,
         note="one product for several",
     ),
+    planes.ROW,
     of_table(LOWERINGS, "onednn.product", patterns.PRODUCT, "product"),
     depthwise.ROW,
     pointwise.ROW,

@@ -105,8 +105,26 @@ def unflattens(op: OpView, m: Match, b: Builder) -> bool:
 
 
 def is_packed(op: OpView, b: Builder) -> bool:
-    """Return whether the weight of a convolution is in oneDNN's own layout."""
-    return not op.arg("transposed") and b.is_const(op.arg("weight")) and b.ctx.options["prepack"] != "never"
+    """Return whether the weight of a convolution is in oneDNN's own layout. Of volumes in patches, eager makes one product."""
+    x, w = op.arg("input").spec, op.arg("weight").spec
+    patches = x.rank == 5 and set(w.shape[2:]) != {1} and tuple(w.shape[2:]) == tuple(op.arg("stride"))
+    constant = b.is_const(op.arg("weight")) and b.ctx.options["prepack"] != "never"
+    return constant and not op.arg("transposed") and not patches
+
+
+def transposes_packed(op: OpView, b: Builder) -> bool:
+    """Return whether the weight of a transposed convolution is in oneDNN's own layout: not of one channel a group, nor where the
+    result is longer than oneDNN makes it, for neither of which torch calls oneDNN.
+
+    At stride 1, eager's kernels for planes add shorter sums.
+    """
+    x, weight, groups = op.arg("input").spec, op.arg("weight"), op.arg("groups")
+    if not op.arg("transposed") or x.rank not in (3, 4) or not b.is_const(weight) or b.ctx.options["prepack"] == "never":
+        return False
+    ends = zip(op.arg("output_padding"), op.arg("stride"), strict=True)
+    terms = math.prod(weight.spec.shape) // (weight.spec.shape[1] * groups)
+    long = set(op.arg("stride")) == {1} and x.dtype is torch.float32 and terms > sums.LONGEST
+    return not long and groups in (1, *range(2, x.shape[1])) and all(end < step for end, step in ends)
 
 
 def rides(op: OpView, b: Builder) -> bool:
@@ -141,6 +159,8 @@ def folds_batch_norm(op: OpView, m: Match, b: Builder) -> bool:
     """Match a batch norm of constants whose statistics nobody reads."""
     if op.arg("input") != m.out or not same_type(op.out, m.out) or not all(map(b.graph.unused, op.outs[1:])):
         return False
+    if m.anchor.arg("transposed") and (m.anchor.arg("groups") != 1 or not transposes_packed(m.anchor, b)):
+        return False
     statistics = [op.arg(n) for n in ("weight", "bias", "running_mean", "running_var")]
     return all(b.is_const(v) for v in [m.anchor.arg("weight"), m.anchor.arg("bias"), *statistics])
 
@@ -148,7 +168,8 @@ def folds_batch_norm(op: OpView, m: Match, b: Builder) -> bool:
 def _residual(op: OpView, m: Match, b: Builder) -> bool:
     """Match a residual that is worth fusing. In fp32 a separate addition is as fast or faster; grouped convolutions have no fused
     one; after a batch norm the bias is fp32, which the fused one does not take."""
-    if op.arg("alpha") != 1 or not same_type(op.out, m.out) or m.get("batch_norm") is not None:
+    plain = op.arg("alpha") == 1 and same_type(op.out, m.out) and not m.anchor.arg("transposed")
+    if not plain or m.get("batch_norm") is not None:
         return False
     other, out = _other(op, m.out), m.out.spec
     taken = other is not None and other != m.out and same_type(other, m.out)

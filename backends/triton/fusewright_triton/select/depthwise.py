@@ -15,8 +15,8 @@ from fusewright.toolkit.region.builder import channels_last_strides
 from fusewright.toolkit.region.graph import spec_of
 from fusewright.toolkit.region.pattern import Match, chain
 from fusewright.toolkit.region.rewrite import Row
+from fusewright.toolkit.region.sums import write_sum
 from fusewright_triton.select.calls import Calls
-from fusewright_triton.select.narrow import write_sum
 
 MOST = 32
 """Elements of the largest window."""

@@ -29,7 +29,7 @@ STRIDE_FREE = frozenset(name for name, row in ops.OPS.items() if row.kind is ops
     "upsample_nearest2d", "upsample_bilinear2d", "batch_norm", "layer_norm", "group_norm", "rms_norm",
     "softmax", "mean", "sum", "cat", "constant_pad_nd", "permute", "transpose", "view",
     "expand", "unsqueeze", "squeeze", "slice", "select", "split", "split_with_sizes", "reshape", "alias",
-    "linear", "conv",
+    "linear", "conv", "bmm",
     "matmul", "quantize", "quantize_tensor", "dequantize", "dequantize_tensor",
 }  # fmt: skip
 """Rows that compute the same values for any strides of their inputs. The strides of their results may then change
@@ -440,9 +440,10 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def channels_last_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a dense [N, C, H, W] tensor with C innermost."""
-    _, c, h, w = shape
-    return (h * w * c, 1, w * c, c)
+    """Strides of a dense [N, C, H, W] or [N, C, D, H, W] tensor with C innermost."""
+    n, c, *points = shape
+    batch, *steps, _ = contiguous_strides((n, *points, c))
+    return (batch, 1, *steps)
 
 
 def metadata(operator: Any, given: Mapping[str, Any], spec: Callable[[Value], TensorSpec]) -> Any:

@@ -1,4 +1,4 @@
-"""Kernels that load along one axis and store along another use square tiles and match the interpreter."""
+"""Kernels that load or store along two axes use square tiles and match the interpreter."""
 
 from __future__ import annotations
 
@@ -64,6 +64,24 @@ def test_copies_are_exact(dtype: str) -> None:
     out = torch.empty(77, 150, dtype=data.dtype)
     compile_kernels([kernel]).launcher(kernel).checked([data, out])
     assert torch.equal(out, data.t())
+
+
+@pytest.mark.parametrize(("rows", "cols"), [(64, 64), (33, 150)])
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "bool", "i64"])
+def test_a_result_that_is_stored_along_both_axes_is_transposed_in_registers(rows: int, cols: int, dtype: str) -> None:
+    b = Builder("both", p=[cols, rows])
+    x, y, z = b.input("x", dtype), b.output("y", dtype), b.output("z", dtype)
+    j, i = b.axes
+    value = b.load(x, i * cols + j)
+    b.store(y, j * rows + i, value)
+    b.store(z, i * cols + j, value)
+    kernel = b.build()
+    how = choose(kernel, x86_target("avx512"))
+    assert (how.v, how.tile) == (0, 1)  # along the other axis both the load and a store would be transposed
+    data = torch.randn(rows, cols).mul(3).to(to_torch(dtype))
+    turned, same = torch.empty(cols, rows, dtype=data.dtype), torch.empty_like(data)
+    compile_kernels([kernel]).launcher(kernel).checked([data, turned, same])
+    assert torch.equal(turned, data.t()) and torch.equal(same, data)
 
 
 def test_narrow_and_plain_copies_are_no_tiles() -> None:
