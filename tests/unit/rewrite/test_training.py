@@ -165,6 +165,47 @@ def test_dropout_draws_eagers_numbers() -> None:
     assert _rolled(loop, _inputs(torch.float32))[0].hits[recurrence.ID] == 1
 
 
+def _model(a: Tensor, b: Tensor, c: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+    """A state-space model: the batch comes first, then the steps, and a row of the state is read at each."""
+    ys = []
+    for t in range(a.shape[1]):
+        h = a[:, t] * h + b[:, t]
+        ys.append((h @ c[:, t].unsqueeze(-1))[..., 0])
+    return torch.stack(ys, 1), h
+
+
+def _gates_filled(a: Tensor, b: Tensor, c: Tensor, h: Tensor) -> Tensor:
+    out = torch.empty_like(b)
+    for t in range(a.shape[1]):
+        z = a[:, t].sigmoid()
+        h = (1 - z) * h + z * b[:, t].tanh()
+        out[:, t] = h
+    return out.flatten(1)
+
+
+@pytest.mark.parametrize("fn", [_model, _gates_filled])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_second_size_of_batch_is_a_scan_too(fn: Fn, dtype: torch.dtype) -> None:
+    """Dynamo makes it a symbol. All later sizes run that graph, but one or no row."""
+    torch._dynamo.reset()
+    compiled = torch.compile(fn, backend="fusewright")
+    with report.recording() as graphs:
+        for batch in (2, 3, STEPS, 7, 1, 0):
+            torch.manual_seed(batch)
+            shapes = ((batch, STEPS, 5, 4), (batch, STEPS, 5, 4), (batch, STEPS, 4), (batch, 5, 4))
+            inputs = [torch.rand(s).to(dtype).requires_grad_() for s in shapes]
+            exact = _step(fn, [x.detach().double().requires_grad_() for x in inputs])
+            for got, eager, z in zip(_step(compiled, inputs), _step(fn, inputs), exact, strict=True):
+                if got is None or eager is None or z is None:
+                    assert got is eager
+                    continue
+                assert (got.dtype, got.shape, got.stride()) == (eager.dtype, eager.shape, eager.stride())
+                if batch:
+                    floor = 4 * torch.finfo(dtype).eps
+                    assert (got - z).abs().max() <= 2 * (eager - z).abs().max() + floor * (1 + z.abs().max())
+    assert len(graphs) == 8 and sum(g.rules[recurrence.ID] for g in graphs) == 4, "a forward and a backward graph of each"
+
+
 def _read_one_by_one(a: Tensor, b: Tensor, c: Tensor, h: Tensor) -> list[Tensor]:
     return _states(a, b, h)
 
