@@ -18,7 +18,7 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from fusewright import _torch_compat as compat
 from fusewright import ops
-from fusewright.graph.symbols import arguments
+from fusewright.graph.spec import arguments
 
 PLACE = ("stack_trace", "nn_module_stack")
 """Node metadata on the origin of a node."""

@@ -15,8 +15,7 @@ from torch.fx import Graph, Node
 from fusewright import _torch_compat as compat
 from fusewright import ops
 from fusewright.graph.effects import drop_dead_code, has_writes
-from fusewright.graph.spec import extent, value_of
-from fusewright.graph.symbols import arguments
+from fusewright.graph.spec import arguments, extent, value_of
 from fusewright.graph.view import is_op
 from fusewright.interface import RuleLog
 from fusewright.rewrite.engine import READER, Rewriter

@@ -16,8 +16,7 @@ from torch.fx import Graph, Node
 
 from fusewright import _torch_compat as compat
 from fusewright.graph.effects import drop_dead_code, writes
-from fusewright.graph.spec import value_of
-from fusewright.graph.symbols import Size, arguments, order_in_memory, same_size
+from fusewright.graph.spec import SizeArgument, arguments, order_in_memory, same_size, value_of
 from fusewright.graph.view import is_op
 from fusewright.interface import RuleLog
 from fusewright.ops.semantics.recurrence import carried
@@ -295,7 +294,7 @@ class _Recurrence:
             operand = self.r.call("unsqueeze", (operand, 1))
         return operand
 
-    def _shape(self) -> list[Size]:
+    def _shape(self) -> list[SizeArgument]:
         return arguments(self.r.graph, self.like.shape)
 
     def _order(self) -> list[int]:

@@ -16,8 +16,7 @@ from torch.fx import Graph, Node
 from fusewright import ops
 from fusewright.capture.loops import LEAST_STEPS
 from fusewright.graph.effects import may_share
-from fusewright.graph.spec import extent, value_of
-from fusewright.graph.symbols import Size, arguments, same_size
+from fusewright.graph.spec import SizeArgument, arguments, extent, same_size, value_of
 from fusewright.graph.view import is_op, is_projection
 from fusewright.interface import RuleLog
 from fusewright.ops.core import Kind, Op, unbind
@@ -191,7 +190,7 @@ class Loop:
         args, kwargs = unbind(row.params, bound)
         return self.r.call(row.name, args, kwargs=kwargs)
 
-    def flat(self, operand: Node) -> list[Size]:
+    def flat(self, operand: Node) -> list[SizeArgument]:
         """The sizes of an operand without the steps as a dim of their own."""
         first, *others = value_of(operand).shape[1:]
         return arguments(self.r.graph, [first * self.count, *others])
