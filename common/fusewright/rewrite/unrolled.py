@@ -122,7 +122,9 @@ class Loop:
             return None
         call, first = self.r.call, min(x[2] for x in found)
         shape, rank = list(value_of(source).shape), value_of(source).dim()
-        whole = call("slice", (source, dim, first, first + len(steps) * width, 1))
+        whole, count = source, len(steps) * width
+        if count != extent(shape[dim]):
+            whole = call("slice", (source, dim, first, first + count, 1))
         if kept:
             whole = call("reshape", (whole, arguments(self.r.graph, [*shape[:dim], len(steps), width, *shape[dim + 1 :]])))
             rank += 1
