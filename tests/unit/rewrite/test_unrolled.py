@@ -115,6 +115,12 @@ def test_what_steps_compute_of_consecutive_pieces_is_computed_once(name: str) ->
     assert len(names) < 12
 
 
+def test_a_loop_over_all_of_a_tensor_takes_no_slice() -> None:
+    """Whose gradient would be a scatter into zeros."""
+    assert "slice" not in _rolled(LOOPS["select"], [X, W])[1]
+    assert "slice" in _rolled(LOOPS["from the middle"], [X, W])[1]
+
+
 def _gated(x: Tensor, w: Tensor) -> Tensor:
     """A recurrence whose states are the result."""
     h, hs = torch.zeros_like(x[0]), []
