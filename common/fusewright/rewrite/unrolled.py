@@ -123,7 +123,7 @@ class Loop:
         call, first = self.r.call, min(x[2] for x in found)
         shape, rank = list(value_of(source).shape), value_of(source).dim()
         whole, count = source, len(steps) * width
-        if count != extent(shape[dim]):
+        if count != extent(shape[dim]) or all(isinstance(n, int) for n in shape):  # with symbols a slice's gradient has no kernel
             whole = call("slice", (source, dim, first, first + count, 1))
         if kept:
             whole = call("reshape", (whole, arguments(self.r.graph, [*shape[:dim], len(steps), width, *shape[dim + 1 :]])))
