@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from fusewright import _torch_compat as compat
 from fusewright import ops
+from fusewright.graph.spec import arguments
 
 PLACE = ("stack_trace", "nn_module_stack")
 """Node metadata on the origin of a node."""
@@ -54,8 +55,8 @@ def forward(gm: GraphModule, example_inputs: Sequence[Any]) -> GraphModule:
     """Record what `gm` computes, before gradients are traced. Raises `UnsupportedCapture` also where the recorded graph might have
     other gradients: where some end, or where an operator outside the opset might have none."""
     with torch.no_grad():
-        _check_inputs(example_inputs)
-        _check_graph(gm, compat.of_vmap)
+        _check_inputs(x for x in example_inputs if not isinstance(x, torch.SymInt))
+        _check_graph(gm, compat.of_vmap, symbols=True)
         aten = _Forward(gm, example_inputs).record()
     for node in aten.graph.nodes:
         if node.op == "get_attr":
@@ -65,7 +66,7 @@ def forward(gm: GraphModule, example_inputs: Sequence[Any]) -> GraphModule:
     return aten
 
 
-def _check_inputs(example_inputs: Sequence[Any]) -> None:
+def _check_inputs(example_inputs: Iterable[Any]) -> None:
     grad = torch.is_grad_enabled()
     for x in example_inputs:
         if not isinstance(x, torch.Tensor):
@@ -78,7 +79,7 @@ def _check_inputs(example_inputs: Sequence[Any]) -> None:
             raise UnsupportedCapture("gradients are needed")
 
 
-def _check_graph(gm: GraphModule, undone: Callable[[Any], bool] = lambda target: False) -> None:
+def _check_graph(gm: GraphModule, undone: Callable[[Any], bool] = lambda target: False, symbols: bool = False) -> None:
     """Reject a graph with a node that may not be run here, before anything runs. `undone` are functions whose effects a failed
     recording undoes."""
     for node in gm.graph.nodes:
@@ -86,7 +87,7 @@ def _check_graph(gm: GraphModule, undone: Callable[[Any], bool] = lambda target:
             raise UnsupportedCapture(f"the graph calls {node.target}")
         if node.op == "call_function" and not (compat.computes(node.target) or undone(node.target)):
             raise UnsupportedCapture(f"the graph calls {getattr(node.target, '__name__', node.target)}, which may switch a mode")
-        if _symbolic(node.meta.get("example_value")) or compat.UNBACKED in node.meta:
+        if compat.UNBACKED in node.meta or (not symbols and _symbolic(node.meta.get("example_value"))):
             raise UnsupportedCapture("sizes are symbolic")
 
 
@@ -108,6 +109,9 @@ def _doubt_behind(error: BaseException | None) -> UnsupportedCapture | None:
 
 class _Recorder(Interpreter):
     """Run Dynamo's graph on its own FakeTensors under a dispatch mode that appends each ATen call to a new graph."""
+
+    symbols = False
+    """Whether sizes may be symbols."""
 
     def __init__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> None:
         super().__init__(gm, garbage_collect_values=False)
@@ -162,7 +166,7 @@ class _Recorder(Interpreter):
         val: Any = node.meta.get("example_value")
         if not compat.is_fake(val):
             val = self.fake_mode.from_tensor(example, static_shapes=True)
-        if any(isinstance(s, torch.SymInt) for s in (*val.shape, *val.stride())):
+        if _symbolic(val) and not self.symbols:
             raise UnsupportedCapture("sizes are symbolic")
         if id(val) in self.node_of:
             raise UnsupportedCapture("two inputs are one tensor")
@@ -359,6 +363,8 @@ class _Recorder(Interpreter):
     def _as_argument(self, a: Any) -> Any:
         if isinstance(a, torch.Tensor):
             return self._node(a)
+        if isinstance(a, torch.SymInt) and self.symbols:
+            return arguments(self.out, [a])[0]
         if isinstance(a, torch.SymInt | torch.SymFloat | torch.SymBool):
             raise UnsupportedCapture("sizes are symbolic")
         return a
@@ -378,6 +384,15 @@ class _Recorder(Interpreter):
 
 class _Forward(_Recorder):
     """Records what a training step computes before gradients are traced."""
+
+    symbols = True
+
+    def _input(self, node: Node, example: Any) -> Any:
+        if not isinstance(example, torch.SymInt):
+            return super()._input(node, example)
+        new = self.out.placeholder(node.name)
+        new.meta["val"] = node.meta["example_value"]
+        return new.meta["val"]
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if "dropout" not in getattr(target, "__name__", ""):

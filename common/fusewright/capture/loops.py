@@ -19,11 +19,16 @@ _PIECES = frozenset("getitem select narrow".split())
 
 
 def may_loop(gm: GraphModule, example_inputs: Sequence[Any]) -> bool:
-    """Whether a Dynamo graph of a training step takes many pieces of one tensor, or has the levels of vmap that trees have."""
+    """Whether a Dynamo graph of a training step, or a part of it, takes many pieces of one tensor, or has the levels of vmap that
+    trees have."""
     if not torch.is_grad_enabled() or not any(getattr(x, "requires_grad", False) for x in example_inputs):
         return False
-    pieces = Counter(_taken_apart(gm.graph))
-    return max(pieces.values(), default=0) >= LEAST_STEPS or any(compat.of_vmap(n.target) for n in gm.graph.nodes)
+    return any(_takes_many(m.graph) for m in gm.modules() if isinstance(m, GraphModule))
+
+
+def _takes_many(graph: Graph) -> bool:
+    pieces = Counter(_taken_apart(graph))
+    return max(pieces.values(), default=0) >= LEAST_STEPS or any(compat.of_vmap(n.target) for n in graph.nodes)
 
 
 def _taken_apart(graph: Graph) -> Iterator[Node]:

@@ -15,11 +15,11 @@ from torch.fx import Graph, Node
 from fusewright import _torch_compat as compat
 from fusewright import ops
 from fusewright.graph.effects import drop_dead_code, has_writes
-from fusewright.graph.spec import value_of
+from fusewright.graph.spec import arguments, extent, value_of
 from fusewright.graph.view import is_op
 from fusewright.interface import RuleLog
 from fusewright.rewrite.engine import READER, Rewriter
-from fusewright.rewrite.unrolled import LEAST_STEPS, alike
+from fusewright.rewrite.unrolled import LEAST_STEPS, alike, has
 
 ID = "loop.filled"
 """The rule's id in reports, and for `disable_rules`."""
@@ -68,7 +68,7 @@ def _write(node: Node) -> Write | None:
     assert row is not None
     call = row.bind(node.args, node.kwargs)
     before, dim, kept = call["self"], call["dim"], row.name == "slice_scatter"
-    size = value_of(before).shape[dim]
+    size = extent(value_of(before).shape[dim])
     start: Any = call["start"] or 0 if kept else call["index"]
     end: Any = size if kept and call["end"] is None else call["end"] if kept else start
     if not all(isinstance(n, int) for n in (dim, size, start, end)) or (kept and call["step"] != 1):
@@ -103,7 +103,7 @@ def _whole(writes: list[Write]) -> bool:
     """Whether writes, in order of their places, replace every element once."""
     ends = [0, *(w.end for w in writes)]
     same = len({(w.dim, w.kept) for w in writes}) == 1
-    return same and [w.start for w in writes] == ends[:-1] and ends[-1] == value_of(writes[0].node).shape[writes[0].dim]
+    return same and [w.start for w in writes] == ends[:-1] and ends[-1] == extent(value_of(writes[0].node).shape[writes[0].dim])
 
 
 def _joined(r: Rewriter, writes: list[Write]) -> Node | None:
@@ -125,4 +125,4 @@ def _value(r: Rewriter, write: Write) -> Node | None:
         return None
     if x.dtype != like.dtype:
         source = r.call("cast", (source,), kwargs={"dtype": like.dtype})
-    return source if tuple(x.shape) == tuple(like.shape) else r.call("expand", (source, list(like.shape)))
+    return source if has(x, x, like.shape) else r.call("expand", (source, arguments(r.graph, like.shape)))

@@ -16,7 +16,7 @@ from torch.fx import Graph, Node
 
 from fusewright import _torch_compat as compat
 from fusewright.graph.effects import drop_dead_code, writes
-from fusewright.graph.spec import by_stride, value_of
+from fusewright.graph.spec import SizeArgument, arguments, order_in_memory, same_size, value_of
 from fusewright.graph.view import is_op
 from fusewright.interface import RuleLog
 from fusewright.ops.semantics.recurrence import carried
@@ -219,7 +219,7 @@ class _Recurrence:
             operands = [value_of(v) for v in (s.a, s.b, s.before) if isinstance(v, Node)]
             if not all(_converts(v, x) for v in operands):
                 return False
-        return all(isinstance(n, int) for n in (*x.shape, *x.stride()))
+        return True
 
     def _worth_it(self) -> bool:
         """Whether few states are results, each of which is copied. Training saves all, and would be slower."""
@@ -236,8 +236,7 @@ class _Recurrence:
                 continue
             b = self._summands(self._loop(1), (before, *column)) if self._starts_with_b() else None
             if b is not None:
-                pad = [0, 0] * self.like.dim() + [1, 0]
-                yield (a if value_of(a).shape[0] == 1 else self.r.call("constant_pad_nd", (a, pad, 0))), b, None
+                yield (a if same_size(value_of(a).shape[0], 1) else self._with_one_before(a)), b, None
             elif (b := self._summands(loop, column)) is not None:
                 yield a, b, before
 
@@ -271,7 +270,13 @@ class _Recurrence:
             return None
         if value_of(found).dtype != self.like.dtype:
             found = self.r.call("cast", (found,), kwargs={"dtype": self.like.dtype})
-        return self.r.call("expand", (found, [loop.count, *self.like.shape]))
+        return self.r.call("expand", (found, [loop.count, *self._shape()]))
+
+    def _with_one_before(self, a: Node) -> Node:
+        """Factors with one before, which is not used."""
+        if all(isinstance(n, int) for n in value_of(a).shape):
+            return self.r.call("constant_pad_nd", (a, [0, 0] * self.like.dim() + [1, 0], 0))
+        return self.r.call("cat", ([self.r.call("slice", (a, 0, 0, 1, 1)), a], 0))  # torch pads no symbols
 
     def _same(self, column: tuple[Any, ...]) -> Node | None:
         """One operand that all steps share, [1, ...]; None if they differ."""
@@ -289,9 +294,12 @@ class _Recurrence:
             operand = self.r.call("unsqueeze", (operand, 1))
         return operand
 
+    def _shape(self) -> list[SizeArgument]:
+        return arguments(self.r.graph, self.like.shape)
+
     def _order(self) -> list[int]:
         """The dims of a state, the outermost in memory first."""
-        return by_stride(self.like)
+        return order_in_memory(self.like)
 
     def _ordered(self, a: Node, b: Node, before: Node | None) -> Node:
         """The scan, laid out as states are."""
@@ -300,7 +308,7 @@ class _Recurrence:
             dims = [0, *(d + 1 for d in order)]
             a, b = call("permute", (a, dims)), call("permute", (b, dims))
             if before is not None:
-                before = call("permute", (call("expand", (before, list(self.like.shape))), order))
+                before = call("permute", (call("expand", (before, self._shape())), order))
         return self._scan(a, b, before, 0)
 
     def _scan(self, *operands: Any) -> Node:

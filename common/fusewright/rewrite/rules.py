@@ -12,7 +12,7 @@ from fusewright import ops
 from fusewright.graph.retrace import contiguous_like
 from fusewright.graph.spec import value_of
 from fusewright.graph.view import is_projection
-from fusewright.rewrite.engine import READER, Env, Rewriter, Rule, p
+from fusewright.rewrite.engine import ANY, READER, Env, Rewriter, Rule, p
 from fusewright.storage import lazy
 
 
@@ -162,6 +162,17 @@ def _times_one(r: Rewriter, node: Node, env: Env) -> Node | None:
     return _needless_copy(r, node, env)
 
 
+def _all_replaced(r: Rewriter, node: Node, env: Env) -> Node | None:
+    """A caller may see the result's memory, and may see that of a tensor which was filled just for it instead."""
+    x = env["x"]
+    if node in r.exposed and (READER.name(x) not in _SCATTERS or len(x.users) > 1 or r.has_writes or not _same_layout(x, node)):
+        return None
+    return x if node in r.exposed else _needless_copy(r, node, env)
+
+
+_SCATTERS = ("select_scatter", "slice_scatter")
+
+
 def _no_padding(r: Rewriter, node: Node, env: Env) -> Node | None:
     return _needless_copy(r, node, env) if not any(isinstance(n, Node) or n for n in env["pad"]) else None
 
@@ -186,6 +197,9 @@ RULES: tuple[Rule, ...] = (
         "permute.permute", p("permute", p("permute", "x", "inner"), "outer"), _permute_permute, "permutations compose"
     ),
     Rule("t.t", p("t", p("t", "x")), _t_t, "x.T.T = x"),
+    Rule("alias.same", p("alias", "x"), _identity_view, "alias(x) = x"),
+    Rule("slice.same", p("slice", "x"), _identity_view, "slice(x, 0, size) = x"),
+    Rule("slice_scatter.all", p("slice_scatter", ANY, "x"), _all_replaced, "slice_scatter(y, x, 0, size) = x"),
     Rule("mul.one", p("mul", "x", "one"), _times_one, "x * 1 = x"),
     Rule("div.one", p("div", "x", "one"), _times_one, "x / 1 = x"),
     Rule("cast.same", p("cast", "x"), _needless_copy, "cast(x, x.dtype) = x"),

@@ -7,7 +7,7 @@ steps are operations on all steps. A backward graph of single steps is never tra
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch.fx import Graph, GraphModule, Node
@@ -30,7 +30,44 @@ _BEFORE = tuple(r for r in RULES if r.id.partition(".")[0] != "sdpa")
 
 def rolled(gm: GraphModule, example_inputs: Sequence[Any], rules: RuleLog) -> GraphModule | None:
     """The Dynamo graph of a training step as an ATen graph whose loops are scans and operations on all steps; None if it has
-    none, or is too unusual to be recorded without gradients."""
+    none, or is too unusual to be recorded without gradients. Of a graph with checkpoints only what these hold is rewritten."""
+    if checkpoints := list(_checkpoints(gm)):
+        return _rolled_within(gm, checkpoints, rules)
+    return _rolled_alone(gm, example_inputs, rules)
+
+
+def _checkpoints(gm: GraphModule) -> Iterator[str]:
+    """The names of the bodies that are computed again in the backward pass."""
+    for node in gm.graph.nodes:
+        if compat.is_higher_order(node.target) and getattr(node.target, "__name__", "") == "tag_activation_checkpoint":
+            yield str(node.args[0].target)
+
+
+def _rolled_within(gm: GraphModule, checkpoints: Sequence[str], rules: RuleLog) -> GraphModule | None:
+    """Rewrite the loops of bodies. In a region of autocast they stay: casts that are recorded would be cast again."""
+    if compat.autocast_enabled() or any(compat.enters_autocast(n.target) for n in gm.graph.nodes):
+        return None
+    bodies = {name: new for name in dict.fromkeys(checkpoints) if (new := _rolled_body(getattr(gm, name), rules)) is not None}
+    if not bodies:
+        return None
+    made = GraphModule(gm, _copy(gm.graph))
+    for name, body in bodies.items():
+        setattr(made, name, body)
+    made.meta = gm.meta
+    compat.keep_sources(made, gm)
+    return made
+
+
+def _rolled_body(body: GraphModule, rules: RuleLog) -> GraphModule | None:
+    """A body with its loops rewritten, if nobody chooses by operators what is saved (torch stores that choice in `meta`)."""
+    (output,) = body.graph.find_nodes(op="output")
+    if body.meta or not isinstance(output.args[0], tuple):
+        return None
+    inputs = [n.meta.get("example_value") for n in body.graph.find_nodes(op="placeholder")]
+    return _rolled_alone(body, inputs, rules)
+
+
+def _rolled_alone(gm: GraphModule, example_inputs: Sequence[Any], rules: RuleLog) -> GraphModule | None:
     try:
         aten = direct.forward(gm, example_inputs)
     except Exception as e:  # of any kind: the step as it was written can still be traced

@@ -13,11 +13,10 @@ from typing import Any, TypeAlias
 import torch
 from torch.fx import Graph, Node
 
-from fusewright import _torch_compat as compat
 from fusewright import ops
 from fusewright.capture.loops import LEAST_STEPS
 from fusewright.graph.effects import may_share
-from fusewright.graph.spec import value_of
+from fusewright.graph.spec import SizeArgument, arguments, extent, same_size, value_of
 from fusewright.graph.view import is_op, is_projection
 from fusewright.interface import RuleLog
 from fusewright.ops.core import Kind, Op, unbind
@@ -68,17 +67,19 @@ def _laid_out(r: Rewriter, found: Node, node: Node) -> Node | None:
     order = [*range(1, at + 1), 0, *range(at + 1, value_of(found).dim())]
     made = r.call("clone", (r.call("permute", (found, order)),), kwargs={"memory_format": torch.contiguous_format})
     if row.name == "cat":
-        if not all(isinstance(n, int) for n in wanted.shape):
-            return None
-        made = r.call("view", (made, list(wanted.shape)))
+        made = r.call("view", (made, arguments(r.graph, wanted.shape)))
     return made if alike(value_of(made), wanted) else None
 
 
 def alike(a: Any, b: Any) -> bool:
     """Whether two traced values have the same type, device, sizes and strides, for all sizes."""
-    same = a.dtype == b.dtype and a.device == b.device and a.dim() == b.dim()
-    pairs = zip((*a.shape, *a.stride()), (*b.shape, *b.stride()), strict=False)
-    return same and all(compat.statically_true(x == y) for x, y in pairs)
+    return has(a, b, tuple(b.shape)) and all(map(same_size, a.stride(), b.stride()))
+
+
+def has(x: torch.Tensor, like: torch.Tensor, shape: Sequence[Any]) -> bool:
+    """Whether a value has this shape, and otherwise the type, device and layout of `like`."""
+    same = x.dtype == like.dtype and x.device == like.device and x.layout is like.layout and x.dim() == len(shape)
+    return same and all(map(same_size, x.shape, shape))
 
 
 @dataclass
@@ -121,11 +122,11 @@ class Loop:
             return None
         call, first = self.r.call, min(x[2] for x in found)
         shape, rank = list(value_of(source).shape), value_of(source).dim()
-        whole = call("slice", (source, dim, first, first + len(steps) * width, 1))
+        whole, count = source, len(steps) * width
+        if count != extent(shape[dim]) or all(isinstance(n, int) for n in shape):  # with symbols a slice's gradient has no kernel
+            whole = call("slice", (source, dim, first, first + count, 1))
         if kept:
-            if not all(isinstance(n, int) for n in shape):
-                return None
-            whole = call("reshape", (whole, [*shape[:dim], len(steps), width, *shape[dim + 1 :]]))
+            whole = call("reshape", (whole, arguments(self.r.graph, [*shape[:dim], len(steps), width, *shape[dim + 1 :]])))
             rank += 1
         view = call("permute", (whole, [dim, *(d for d in range(rank) if d != dim)]))
         return view if ascends > 0 else call("flip", (view, [0]))
@@ -191,6 +192,11 @@ class Loop:
         args, kwargs = unbind(row.params, bound)
         return self.r.call(row.name, args, kwargs=kwargs)
 
+    def flat(self, operand: Node) -> list[SizeArgument]:
+        """The sizes of an operand without the steps as a dim of their own."""
+        first, *others = value_of(operand).shape[1:]
+        return arguments(self.r.graph, [first * self.count, *others])
+
     def aligned(self, operand: Node, rank: int) -> Node | None:
         """Insert dims behind the first, so that `operand` broadcasts as one step does to `rank` dims."""
         missing = rank + 1 - value_of(operand).dim()
@@ -216,13 +222,13 @@ def _piece(node: Node) -> tuple[Node, int, int, int, bool] | None:
     if row.name == "split":
         width = call["split_size"]
     elif row.name == "slice":
-        width = value_of(node).shape[dim] if call["step"] == 1 else None
-    size = value_of(source).shape[dim]
+        width = extent(value_of(node).shape[dim]) if call["step"] == 1 else None
+    size = extent(value_of(source).shape[dim])
     start: Any = {"select": call.get("index"), "slice": call.get("start") or 0}.get(row.name, index)
     if not all(isinstance(n, int) for n in (dim, start, width, size)):
         return None
     start = start * width if row.name == "split" else start + size if start < 0 else start
-    fits = width > 0 and 0 <= start <= size - width and (not kept or value_of(node).shape[dim] == width)
+    fits = width > 0 and 0 <= start <= size - width and (not kept or extent(value_of(node).shape[dim]) == width)
     return (source, dim % value_of(source).dim(), start, width, kept) if fits else None
 
 
@@ -245,12 +251,6 @@ def _same_type(a: Node, b: Node) -> bool:
 
 def _is_rolled(found: Node, step: Node, count: int) -> bool:
     return has(value_of(found), value_of(step), (count, *value_of(step).shape))
-
-
-def has(x: torch.Tensor, like: torch.Tensor, shape: Sequence[Any]) -> bool:
-    """Whether a value has this shape, and otherwise the type, device and layout of `like`."""
-    same = x.dtype == like.dtype and x.device == like.device and x.layout is like.layout and x.dim() == len(shape)
-    return same and all(compat.statically_true(a == b) for a, b in zip(x.shape, shape, strict=True))
 
 
 def _elementwise(loop: Loop, step: Node, bound: Bound, rolled: frozenset[str]) -> Node | None:
@@ -286,18 +286,12 @@ def _permuted(loop: Loop, step: Node, bound: Bound, rolled: frozenset[str]) -> N
 
 
 def _reshaped(loop: Loop, step: Node, bound: Bound, rolled: frozenset[str]) -> Node | None:
-    sizes = list(value_of(step).shape)
-    if not all(isinstance(n, int) for n in sizes):
-        return None
-    return loop.r.call("reshape", (bound["self"], [loop.count, *sizes]))
+    return loop.r.call("reshape", (bound["self"], [loop.count, *arguments(loop.r.graph, value_of(step).shape)]))
 
 
 def _expanded(loop: Loop, step: Node, bound: Bound, rolled: frozenset[str]) -> Node | None:
-    sizes = list(value_of(step).shape)
-    x = loop.aligned(bound["self"], len(sizes))
-    if x is None or not all(isinstance(n, int) for n in sizes):
-        return None
-    return loop.r.call("expand", (x, [loop.count, *sizes]))
+    x = loop.aligned(bound["self"], value_of(step).dim())
+    return None if x is None else loop.r.call("expand", (x, [loop.count, *arguments(loop.r.graph, value_of(step).shape)]))
 
 
 def _transposed(loop: Loop, step: Node, bound: Bound, rolled: frozenset[str]) -> Node | None:
@@ -310,23 +304,19 @@ def _same(loop: Loop, step: Node, bound: Bound, rolled: frozenset[str]) -> Node 
 
 def _product(loop: Loop, step: Node, bound: Bound, rolled: frozenset[str]) -> Node | None:
     """A product of matrices, or of batches of them, as one batch."""
-    call, a, b, sizes = loop.r.call, bound["self"], bound["mat2"], list(value_of(step).shape)
-    inner = value_of(a).shape[-1]
-    if not all(isinstance(n, int) for n in (*sizes, inner)):
-        return None
-    if rolled == {"self"} and len(sizes) == 2:
-        flat = call("mm", (call("reshape", (a, [loop.count * sizes[0], inner])), b))
-        return call("view", (flat, [loop.count, *sizes]))
+    call, a, b, shape = loop.r.call, bound["self"], bound["mat2"], value_of(step).shape
+    if rolled == {"self"} and len(shape) == 2:
+        flat = call("mm", (call("reshape", (a, loop.flat(a))), b))
+        return call("view", (flat, [loop.count, *arguments(loop.r.graph, shape)]))
     if rolled != {"self", "mat2"}:
         return None
-    if sizes[-1] == 1 and value_of(step).dtype is torch.float32:  # a kernel, where libraries compute one vector at a time
+    if same_size(shape[-1], 1) and value_of(step).dtype is torch.float32:  # a kernel, where libraries compute one vector at a time
         row = call("transpose", (b, -2, -1))
         return call("sum", (call("mul", (a, row)), [-1], True))
-    if len(sizes) == 2:
+    if len(shape) == 2:
         return call("bmm", (a, b))
-    batch, m, n = loop.count * sizes[0], sizes[1], sizes[2]
-    flat = call("bmm", (call("reshape", (a, [batch, m, inner])), call("reshape", (b, [batch, inner, n]))))
-    return call("view", (flat, [loop.count, *sizes]))
+    flat = call("bmm", tuple(call("reshape", (x, loop.flat(x))) for x in (a, b)))
+    return call("view", (flat, [loop.count, *arguments(loop.r.graph, shape)]))
 
 
 def _linear(loop: Loop, step: Node, bound: Bound, rolled: frozenset[str]) -> Node | None:

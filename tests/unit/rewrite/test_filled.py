@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from fusewright import report
 from fusewright.graph import verify
 from fusewright.graph.canonicalize import canonicalize
 from fusewright.graph.cse import merge_common
@@ -116,3 +117,21 @@ def test_the_last_write_counts(order: list[int], doubled: int | None) -> None:
         return out
 
     assert _filled(fn)[0] == (doubled is None)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_all_rows_but_the_place_of_a_piece_may_be_symbols(dynamic: bool) -> None:
+    """Torch takes a slice of all rows first, `out[:][:, t]`, where their number is a symbol."""
+    def loop(x: Tensor) -> Tensor:
+        out = torch.empty_like(x)
+        for t in range(x.shape[1]):
+            out[:, t] = x[:, t].exp()
+        return out
+
+    torch._dynamo.reset()
+    compiled = torch.compile(loop, backend="fusewright", dynamic=dynamic)
+    with torch.no_grad(), report.recording() as graphs:
+        for rows in (3, 5, STEPS):
+            x = torch.randn(rows, STEPS, 4)
+            torch.testing.assert_close(compiled(x), x.exp())
+    assert len(graphs) == (1 if dynamic else 3) and all(g.rules[ID] == 1 for g in graphs)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from fusewright import _torch_compat as compat
 from fusewright import report
 from fusewright.graph import verify
 from fusewright.graph.canonicalize import canonicalize
@@ -70,7 +71,7 @@ A, B, C, H = torch.rand(STEPS, 5, 4), torch.randn(STEPS, 5, 4), torch.randn(STEP
 def _begun_with_b(a: Tensor, b: Tensor, c: Tensor, h: Tensor) -> Tensor:
     h = b[0]
     hs = [h]
-    for t in range(1, STEPS):
+    for t in range(1, len(a)):
         h = a[t] * h + b[t]
         hs.append(h)
     return torch.stack(hs)
@@ -78,7 +79,7 @@ def _begun_with_b(a: Tensor, b: Tensor, c: Tensor, h: Tensor) -> Tensor:
 
 def _backwards(a: Tensor, b: Tensor, c: Tensor, h: Tensor) -> Tensor:
     hs = []
-    for t in reversed(range(STEPS)):
+    for t in reversed(range(len(a))):
         h = a[t] * h + b[t]
         hs.append(h)
     return torch.stack(hs[::-1], 1)
@@ -91,7 +92,7 @@ def _layers(a: Tensor, b: Tensor, c: Tensor, h: Tensor) -> Tensor:
 
 def _interleaved(a: Tensor, b: Tensor, c: Tensor, h: Tensor) -> Tensor:
     g, gs = h, []
-    for t in range(STEPS):
+    for t in range(len(a)):
         h = a[t] * h + b[t]
         g = a[t] * g + h * 2
         gs.append(g)
@@ -100,7 +101,7 @@ def _interleaved(a: Tensor, b: Tensor, c: Tensor, h: Tensor) -> Tensor:
 
 def _with_products(a: Tensor, b: Tensor, c: Tensor, h: Tensor) -> Tensor:
     read = []
-    for t in range(STEPS):
+    for t in range(len(a)):
         product = a[t] * h
         h = product + b[t]
         read.append(product.relu() + h)
@@ -194,12 +195,25 @@ def test_no_elements() -> None:
     assert _scanned(LOOPS["states"], [torch.rand(STEPS, 0, 4), torch.rand(STEPS, 0, 4), C, H])[0] == 1
 
 
-def test_symbolic_sizes_are_asked_nothing() -> None:
-    graph, log = _graph(LOOPS["states"], [A, B, C, H], "symbolic"), RuleLog()
+
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_sizes_other_than_the_number_of_steps_may_be_symbols(name: str) -> None:
+    inputs = [A, B, C, H]
+    graph, log = _graph(LOOPS[name], inputs, "symbolic"), RuleLog()
+    guards = len(compat.shape_env_of(GraphModule({}, graph)).guards)
     recur(graph, log)
-    verify.check(graph, "recurrences")
-    again = torch.rand(STEPS, 7, 9)
-    assert torch.equal(GraphModule({}, graph)(again, again, C, H), LOOPS["states"](again, again, C, H))
+    roll(graph, log)
+    verify.check(graph, "rolled")
+    assert log.hits[ID] == (2 if name in ("layers", "interleaved") else 1)
+    assert len(compat.shape_env_of(GraphModule({}, graph)).guards) == guards
+    for rows in (5, STEPS, 2):  # as many rows as steps: nothing mistakes one for the other
+        again = [torch.rand(STEPS, rows, 4), torch.randn(STEPS, rows, 4), C, torch.randn(rows, 4)]
+        got, expected = GraphModule({}, graph)(*again), LOOPS[name](*again)
+        for x, y in zip(*((r if isinstance(r, list | tuple) else [r]) for r in (got, expected)), strict=True):
+            assert x.stride() == y.stride()
+            torch.testing.assert_close(x, y)
 
 
 def test_what_is_written_before_the_last_step_is_not_read_early() -> None:

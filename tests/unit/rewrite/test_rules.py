@@ -71,6 +71,19 @@ REWRITES: dict[str, tuple[str, str]] = {
         X + "%1: f32[3,2]{1,3} = t(%0)\n%2: f32[2,3] = t(%1)\n%3: f32[2,3] = relu(%2)\nreturn [%3]\n",
         X + "%1: f32[2,3] = relu(%0)\nreturn [%1]\n",
     ),
+    "alias.same": (
+        X + "%1: f32[2,3] = alias(%0)\n%2: f32[2,3] = relu(%1)\nreturn [%2]\n",
+        X + "%1: f32[2,3] = relu(%0)\nreturn [%1]\n",
+    ),
+    "slice.same": (
+        X + "%1: f32[2,3] = slice(%0, 1, 0, 9, 1)\n%2: f32[2,3] = relu(%1)\nreturn [%2]\n",
+        X + "%1: f32[2,3] = relu(%0)\nreturn [%1]\n",
+    ),
+    "slice_scatter.all": (
+        X + "%1: f32[3] = input('y')\n%2: f32[2,3] = select_scatter(%0, %1, 0, 1)\n"
+        "%3: f32[2,3] = slice_scatter(%0, %2, 1, 0, 9, 1)\nreturn [%3]\n",
+        X + "%1: f32[3] = input('y')\n%2: f32[2,3] = select_scatter(%0, %1, 0, 1)\nreturn [%2]\n",
+    ),
     "mul.one": (
         X + "%1: f32[2,3] = mul(%0, 1)\n%2: f32[2,3] = relu(%1)\nreturn [%2]\n",
         X + "%1: f32[2,3] = relu(%0)\nreturn [%1]\n",
@@ -129,6 +142,21 @@ KEPT: dict[str, list[str]] = {
         "%3: f32[2,3,4] = permute(%2, [2, 0, 1])\nreturn [%3]\n",
     ],
     "t.t": [X + "%1: f32[3,2]{1,3} = t(%0)\n%2: f32[2,3] = t(%1)\nreturn [%2]\n"],
+    "alias.same": [X + "%1: f32[2,3] = alias(%0)\nreturn [%1]\n"],
+    "slice.same": [
+        X + "%1: f32[2,3] = slice(%0, 1, 0, 3, 1)\nreturn [%1]\n",
+        X + "%1: f32[2,2]{3,2} = slice(%0, 1, 0, 3, 2)\n%2: f32[2,2] = relu(%1)\nreturn [%2]\n",
+    ],
+    "slice_scatter.all": [
+        # a result of its own memory
+        X + "%1: f32[2,3] = slice_scatter(%0, %0, 1, 0, 3, 1)\nreturn [%1]\n",
+        # two results
+        X + "%1: f32[3] = input('y')\n%2: f32[2,3] = select_scatter(%0, %1, 0, 1)\n"
+        "%3: f32[2,3] = slice_scatter(%0, %2, 1, 0, 3, 1)\nreturn [%3, %2]\n",
+        # other strides
+        "%0: f32[2,3] = input('x')\n%1: f32[2,3]{1,2} = input('y')\n%2: f32[2,3] = slice_scatter(%0, %1, 1, 0, 3, 1)\n"
+        "%3: f32[2,3] = relu(%2)\nreturn [%3]\n",
+    ],
     "mul.one": [
         X + "%1: f32[2,3] = mul(%0, 1)\nreturn [%1]\n",  # an output of its own
         X + "%1: f32[2,3] = mul(%0, 1)\n%2: f32[6] = view(%1, [6])\nreturn [%2]\n",  # seen through a view

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.fx import GraphModule
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from fusewright import report
 from fusewright.capture.capture import through_aot
@@ -130,6 +130,24 @@ def test_states_of_half_types_are_carried_in_fp32(dtype: torch.dtype) -> None:
     assert _rolled(LOOPS["a product per step"], _inputs(dtype))[0].hits[recurrence.ID] == 1
 
 
+def _checkpoints(a: Tensor, b: Tensor, c: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+    """Two layers, each of which is computed again in the backward pass."""
+
+    def layer(a: Tensor, b: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        hs = _states(a.sigmoid(), F.dropout(b, 0.5), h)
+        return torch.stack(hs), hs[-1]
+
+    x, last = checkpoint(layer, a, b, h, use_reentrant=False)
+    y, last = checkpoint(layer, b, x.tanh(), last * 2, use_reentrant=False)
+    return y * c[0, 0, 0], last
+
+
+def test_what_a_checkpoint_holds_is_a_scan_that_is_computed_again() -> None:
+    log, calls = _rolled(_checkpoints, _inputs(torch.float32))
+    assert log.hits[recurrence.ID] == 2 and len(calls) < 150
+    assert calls.count("fusewright.linear_scan.default") > 4, "forward, forward again, and backward"
+
+
 def test_gradients_that_nobody_needs_are_not_computed() -> None:
     a, b, c, h = _inputs()
     for constant in (a, b, h):
@@ -165,6 +183,47 @@ def test_dropout_draws_eagers_numbers() -> None:
     assert _rolled(loop, _inputs(torch.float32))[0].hits[recurrence.ID] == 1
 
 
+def _model(a: Tensor, b: Tensor, c: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+    """A state-space model: the batch comes first, then the steps, and a row of the state is read at each."""
+    ys = []
+    for t in range(a.shape[1]):
+        h = a[:, t] * h + b[:, t]
+        ys.append((h @ c[:, t].unsqueeze(-1))[..., 0])
+    return torch.stack(ys, 1), h
+
+
+def _gates_filled(a: Tensor, b: Tensor, c: Tensor, h: Tensor) -> Tensor:
+    out = torch.empty_like(b)
+    for t in range(a.shape[1]):
+        z = a[:, t].sigmoid()
+        h = (1 - z) * h + z * b[:, t].tanh()
+        out[:, t] = h
+    return out.flatten(1)
+
+
+@pytest.mark.parametrize("fn", [_model, _gates_filled])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_second_size_of_batch_is_a_scan_too(fn: Fn, dtype: torch.dtype) -> None:
+    """Dynamo makes it a symbol. All later sizes run that graph, but one or no row."""
+    torch._dynamo.reset()
+    compiled = torch.compile(fn, backend="fusewright")
+    with report.recording() as graphs:
+        for batch in (2, 3, STEPS, 7, 1, 0):
+            torch.manual_seed(batch)
+            shapes = ((batch, STEPS, 5, 4), (batch, STEPS, 5, 4), (batch, STEPS, 4), (batch, 5, 4))
+            inputs = [torch.rand(s).to(dtype).requires_grad_() for s in shapes]
+            exact = _step(fn, [x.detach().double().requires_grad_() for x in inputs])
+            for got, eager, z in zip(_step(compiled, inputs), _step(fn, inputs), exact, strict=True):
+                if got is None or eager is None or z is None:
+                    assert got is eager
+                    continue
+                assert (got.dtype, got.shape, got.stride()) == (eager.dtype, eager.shape, eager.stride())
+                if batch:
+                    floor = 4 * torch.finfo(dtype).eps
+                    assert (got - z).abs().max() <= 2 * (eager - z).abs().max() + floor * (1 + z.abs().max())
+    assert len(graphs) == 8 and sum(g.rules[recurrence.ID] for g in graphs) == 4, "a forward and a backward graph of each"
+
+
 def _read_one_by_one(a: Tensor, b: Tensor, c: Tensor, h: Tensor) -> list[Tensor]:
     return _states(a, b, h)
 
@@ -188,6 +247,15 @@ def _without_gradients(a: Tensor, b: Tensor, c: Tensor, h: Tensor) -> Tensor:
     return torch.stack(_states(a, b, first))
 
 
+def _saving_products() -> Any:
+    return create_selective_checkpoint_contexts([torch.ops.aten.mul.Tensor])
+
+
+def _checkpoint_in_autocast(a: Tensor, b: Tensor, c: Tensor, h: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return checkpoint(lambda *x: torch.stack(_states(*x)), a, b, h, use_reentrant=False)
+
+
 KEPT: dict[str, Fn] = {
     "few steps": lambda a, b, c, h: torch.stack(_states(a[:7], b[:7], h)),
     "states that are results": _read_one_by_one,
@@ -195,7 +263,10 @@ KEPT: dict[str, Fn] = {
     "a detached state": _detached,
     "a part that torch hides": _hidden,
     "a part without gradients": _without_gradients,
-    "a checkpoint": lambda a, b, c, h: checkpoint(lambda *x: torch.stack(_states(*x)), a, b, h, use_reentrant=False),
+    "a checkpoint that chooses": lambda a, b, c, h: checkpoint(
+        lambda *x: torch.stack(_states(*x)), a, b, h, use_reentrant=False, context_fn=_saving_products
+    ),
+    "a checkpoint in autocast": _checkpoint_in_autocast,
 }
 
 

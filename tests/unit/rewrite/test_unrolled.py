@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from fusewright import _torch_compat as compat
 from fusewright import report
 from fusewright.graph import verify
 from fusewright.graph.canonicalize import canonicalize
@@ -168,12 +169,52 @@ def test_no_elements() -> None:
     assert _rolled(_scan, [torch.rand(0, 6, 9, 4), torch.rand(0, 6, 9, 4), torch.rand(0, 9, 4)])[0] == 1
 
 
-def test_symbolic_sizes_are_asked_nothing() -> None:
-    graph, log = _graph(LOOPS["select"], [X, W], "symbolic"), RuleLog()
+_OF_NUMBERS = ("wider slices", "product with a matrix", "mm", "expand", "from the middle")
+"""Loops that are written for numbers of rows and columns, or over a part of the steps."""
+
+
+@pytest.mark.parametrize("name", [n for n in LOOPS if n not in _OF_NUMBERS])
+def test_sizes_other_than_the_number_of_steps_may_be_symbols(name: str) -> None:
+    def loop(x: Tensor, w: Tensor) -> Any:
+        assert x.shape[0] == 12  # known from here on
+        return LOOPS[name](x, w)
+
+    graph, log = _graph(loop, [X, W], "symbolic"), RuleLog()
+    guards = len(compat.shape_env_of(GraphModule({}, graph)).guards)
     roll(graph, log)
     verify.check(graph, "rolled")
-    again = torch.randn(12, 5, 4)
-    assert torch.equal(GraphModule({}, graph)(again, W), LOOPS["select"](again, W))
+    assert "slice" not in [READER.name(n) for n in graph.nodes if n.op == "call_function"], "its gradient has no kernel"
+    assert log.hits[ID] == 1 and len(compat.shape_env_of(GraphModule({}, graph)).guards) == guards
+    for rows in (7, 12, 2):  # as many rows as steps: nothing mistakes one for the other
+        again = torch.randn(12, rows, 4)
+        got, expected = GraphModule({}, graph)(again, W), LOOPS[name](again, W)
+        assert got.stride() == expected.stride()
+        torch.testing.assert_close(got, expected)
+
+
+def test_a_loop_over_a_symbol_stays() -> None:
+    graph, log = _graph(LOOPS["from the middle"], [X, W], "symbolic"), RuleLog()
+    before = set(graph.nodes)
+    roll(graph, log)
+    assert not log.hits and set(graph.nodes) == before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_second_size_of_batch_is_rolled_too(dtype: torch.dtype) -> None:
+    """Dynamo makes it a symbol. All later sizes run that graph, but one of a single row."""
+    torch._dynamo.reset()
+    compiled = torch.compile(_scan, backend="fusewright")
+    with torch.no_grad(), report.recording() as graphs:
+        for batch in (2, 3, STEPS, 5, 1, 0):
+            inputs = [torch.rand(batch, 6, STEPS, 4), torch.randn(batch, 6, STEPS, 4), torch.randn(batch, STEPS, 4)]
+            inputs = [x.to(dtype) for x in inputs]
+            exact = _scan(*(x.double() for x in inputs))
+            for got, eager, z in zip(compiled(*inputs), _scan(*inputs), exact, strict=True):
+                assert (got.dtype, got.shape, got.stride()) == (eager.dtype, eager.shape, eager.stride())
+                if batch:
+                    floor = 4 * torch.finfo(dtype).eps
+                    assert (got - z).abs().max() <= 2 * (eager - z).abs().max() + floor * (1 + z.abs().max())
+    assert len(graphs) == 4 and all(g.rules[ID] == g.rules["loop.recurrence"] == 1 for g in graphs)
 
 
 def test_the_rule_can_be_switched_off() -> None:
