@@ -23,6 +23,7 @@ from fusewright.toolkit.region.builder import channels_last_strides, contiguous_
 from fusewright.toolkit.region.graph import Claim, spec_of
 from fusewright.toolkit.region.pattern import Match, chain, find, maybe, one, p
 from fusewright.toolkit.region.rewrite import Row
+from fusewright.toolkit.rules.space import layout_of
 from fusewright_triton.kernels.product_ops import LINEAR
 from fusewright_triton.select import epilogues
 from fusewright_triton.select.calls import Calls
@@ -51,8 +52,8 @@ def bias_reason(op: OpView) -> str | None:
         return "no bias"
     if 0 in spec_of(op.out).shape or not isinstance(x.shape[1], int) or not spec_of(bias).static:
         return "empty, or channels of symbolic number"
-    if op.arg("groups") == x.shape[1] > 1:
-        return "torch's own kernels of depthwise convolutions add the bias"
+    if op.arg("groups") == x.shape[1] > 1 and (x.dtype is torch.float32 or layout_of(x) != "channels_last"):
+        return "torch's own kernels of depthwise convolutions, in planes, add the bias"
     return None if x.dtype == spec_of(op.arg("weight")).dtype == spec_of(bias).dtype else "mixed dtypes"
 
 

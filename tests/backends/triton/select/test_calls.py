@@ -318,6 +318,16 @@ def test_other_convolutions_keep_their_bias() -> None:
     assert ["None" in c for c in calls] == [False, True, False]
 
 
+def test_a_depthwise_convolution_in_half_precision_leaves_its_bias_to_a_kernel() -> None:
+    """Of channels-last images it is a library's, behind which torch adds the bias in a pass of its own."""
+    g = Net()
+    g.phase = "forward"
+    w, b = (g.input(torch.randn(s).to(BF16)) for s in ((8, 1, 3, 3), (8,)))
+    y = g.op("conv", g.images(2, 8, 7, 7), w, b, (1, 1), (1, 1), (1, 1), False, (0, 0), 8)
+    (call,) = [c for c in text(check(g, [g.relu(y)])) if "convolution" in c]
+    assert "None" in call
+
+
 # ---------------------------------------------------------------- calls in a region
 
 
