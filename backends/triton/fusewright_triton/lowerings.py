@@ -30,6 +30,9 @@ for table in (LOWERINGS, CUDNN):
 # In fp32 cuDNN's channels-last kernels round to TF32 where its others do not: 20 to 80 times eager's error on ViT and Swin.
 CUDNN.add("conv", dtypes=products.HALF, when=depthwise.reason)(by_rows(depthwise.ROWS))
 CUDNN.add("conv", dtypes=products.HALF, when=convolutions.reason)(by_rows((*few_channels.ROWS, *convolutions.ROWS)))
+CUDNN.add("conv_backward", dtypes=products.HALF, when=convolutions.patches_backward_reason)(
+    by_rows((convolutions.PATCHES_BACKWARD,))
+)
 for table in (LOWERINGS, CUDNN):
     table.add("conv", dtypes=FLOATS, dynamic=True, when=convolutions.bias_reason)(by_rows((convolutions.BIAS,)))
     table.add("conv_backward", dtypes=FLOATS, dynamic=True, when=convolutions.backward_reason)(by_rows((convolutions.BACKWARD,)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from fusewright.interface import CompileContext, OpView, Region, Value, Verdict
 from fusewright.plan.ir import Ref
@@ -49,6 +49,12 @@ class Calls:
     def is_const(self, *values: Value | None) -> bool:
         """Return whether values depend on weights only, so that results derived from them can be kept. None (no bias) counts."""
         return all(map(self.graph.is_const, values))
+
+    def made(self, target: str, *args: Any) -> Ref:
+        """Emit a call, and return what it makes."""
+        value = self.ctx.value(None)
+        self.b.call(target, *args, out=value)
+        return Ref(value.id)
 
     def exact(self, value: Value | None) -> Ref | None:
         """Return a value with the graph's strides; None stays None."""

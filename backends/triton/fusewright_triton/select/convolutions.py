@@ -62,7 +62,7 @@ def constant(m: Match, c: Calls) -> bool:
 
 
 def _cuts(m: Match, c: Calls) -> bool:
-    return constant(m, c) and _patches(m.anchor)
+    return _patches(m.anchor)
 
 
 def _kernels_read(value: Value, c: Calls) -> bool:
@@ -320,30 +320,63 @@ def _windows(op: OpView, split: Sequence[Any], order: Sequence[int], c: Calls) -
     return c.b.append_op("permute", apart, tuple(order), out=ordered)
 
 
-def _product(m: Match, c: Calls) -> None:
-    """Emit windows as rows, times the weight as a matrix; the result is channels-last."""
-    op = m.anchor
+def _rows(op: OpView, c: Calls) -> tuple[Ref, Sequence[int]]:
+    """Emit windows as rows of a matrix, and return in which order they hold channels (1), rows (3) and columns (5)."""
     b, x, w = c.b, c.b.spec(op.arg("input")), spec_of(op.arg("weight"))
     n, channels, height, width = x.shape
-    outs, _, kh, kw = w.shape
-    h, v = height // kh, width // kw  # type: ignore[operator]
+    kh, kw = w.shape[2:]
+    inner = (3, 5, 1) if x.stride[1] == 1 else (1, 3, 5)  # in which memory lies
+    split = (n, channels, height // kh, kh, width // kw, kw)  # type: ignore[operator]
+    windows = b.row_major(_windows(op, split, (0, 2, 4, *inner), c))
+    return c.made("aten::view.default", Ref(windows.id), (-1, channels * kh * kw)), inner  # type: ignore[operator]
 
-    def call(target: str, *args: Any) -> Ref:
-        made = c.ctx.value(None)
-        b.call(target, *args, out=made)
-        return Ref(made.id)
 
-    inner = (3, 5, 1) if x.stride[1] == 1 else (1, 3, 5)  # rows in the order in which memory lies
-    windows = b.row_major(_windows(op, (n, channels, h, kh, v, kw), (0, 2, 4, *inner), c))
-    rows = call("aten::view.default", Ref(windows.id), (-1, channels * kh * kw))  # type: ignore[operator]
+def _product(m: Match, c: Calls) -> None:
+    """Emit windows as rows, times the weight as a matrix; the result is channels-last."""
+    op, b = m.anchor, c.b
+    n, outs, h, v = spec_of(op.out).shape
+    rows, inner = _rows(op, c)
+    make = b.prepare if c.is_const(op.arg("weight")) else c.made
     weight = b.exact(op.arg("weight"))
     if inner != (1, 3, 5):
-        weight = b.prepare("aten::permute.default", weight, (0, 2, 3, 1))
-    matrix = b.prepare("aten::reshape.default", weight, (outs, -1))
-    product = call("aten::linear.default", rows, matrix, c.exact(op.arg("bias")))
-    image = call("aten::view.default", product, (n, h, v, outs))
+        weight = make("aten::permute.default", weight, (0, 2, 3, 1))
+    matrix = make("aten::reshape.default", weight, (outs, -1))
+    product = c.made("aten::linear.default", rows, matrix, c.exact(op.arg("bias")))
+    image = c.made("aten::view.default", product, (n, h, v, outs))
     stride = channels_last_strides(spec_of(op.out).shape)  # type: ignore[arg-type]
     b.library("aten::permute.default", image, (0, 3, 1, 2), out=op.out, stride=stride, op=op)
+
+
+def patches_backward_reason(op: OpView) -> str | None:
+    """Return why the gradient of a weight is no product of windows and gradients."""
+    grad, x, (image, weight, _) = spec_of(op.arg("grad_output")), spec_of(op.arg("input")), op.arg("output_mask")
+    if image or not weight:
+        return "the image's gradient too, or not the weight's"
+    if x.rank != 4 or op.arg("transposed") or not x.static or 0 in (*x.shape, *grad.shape):
+        return "not 2-d, transposed, empty or symbolic"
+    if len({grad.dtype, x.dtype, spec_of(op.arg("weight")).dtype}) > 1:
+        return "mixed dtypes"
+    return None if _patches(op) else "windows that overlap or leave something out"
+
+
+def _weight_gradient(m: Match, c: Calls) -> None:
+    """Emit the gradient of a weight as a product of gradients and windows, and that of the bias as a sum for the fuser."""
+    op, b = m.anchor, c.b
+    outs, channels, kh, kw = spec_of(op.arg("weight")).shape
+    grads = c.made("aten::permute.default", images(op.arg("grad_output"), c), (1, 0, 2, 3))
+    grads = c.made("aten::reshape.default", grads, (outs, -1))
+    rows, inner = _rows(op, c)
+    made = c.made("aten::mm.default", grads, rows)
+    shape: tuple[Any, ...] = (outs, channels, kh, kw)
+    if inner == (1, 3, 5):
+        b.library("aten::view.default", made, shape, out=op.outs[1], stride=contiguous_strides(shape), op=op)
+    else:
+        last = c.made("aten::view.default", made, (outs, kh, kw, channels))
+        b.library("aten::permute.default", last, (0, 3, 1, 2), out=op.outs[1], stride=channels_last_strides(shape), op=op)
+    if op.arg("output_mask")[2]:
+        image, weight, _ = b.resolved(op).outs
+        b.replace(op, image, weight, c.ctx.value(None))
+        b.append_op("sum", op.arg("grad_output"), (0, 2, 3), out=op.outs[2])
 
 
 def _as_linear(op: OpView, c: Calls) -> OpView:
@@ -392,6 +425,10 @@ NORM = maybe("batch_norm", _normed, "norm", rule="triton.conv.batch_norm")
 
 BIAS = Row("triton.conv.bias", chain("conv"), when=_bias_apart, write=_alone, note="convolution, bias in a kernel")
 """Of any layout and dtype."""
+
+PATCHES_BACKWARD = Row(
+    "triton.conv_backward.patches", chain("conv_backward"), write=_weight_gradient, note="gradient of patches as a product"
+)
 
 BACKWARD = Row("triton.conv_backward.bias", chain("conv_backward"), write=_bias_gradient_apart, note="bias's gradient in a kernel")
 

@@ -24,8 +24,8 @@ from fusewright_triton.select.calls import Calls
 from fusewright_triton.select.convolutions import NORM, constant, folded, padded
 from fusewright_triton.select.epilogues import activation_of
 
-MOST = 16
-"""Channels of an image."""
+MOST, FEW, WIDE = 16, 8, 128
+"""Channels of an image; and results from which on only images of few channels were measured."""
 
 GROUPS, LEAST = 3, 16
 """Least number of groups, and of the channels of each, where libraries are slow."""
@@ -39,14 +39,14 @@ ALIGNED = 4
 
 def suits(op: OpView) -> bool:
     """Return whether a 2-d convolution of fixed sizes is one that libraries are slow at."""
-    w, out = spec_of(op.arg("weight")), spec_of(op.out)
-    _, channels, *window = w.shape
-    if set(op.arg("dilation")) != {1} or out.numel_hint() < PIXELS * out.shape[1]:  # type: ignore[operator]
+    outs, channels, *window = spec_of(op.arg("weight")).shape
+    pixels = spec_of(op.out).numel_hint() // outs  # type: ignore[operator]
+    if set(op.arg("dilation")) != {1} or not PIXELS <= pixels < 1 << 31:
         return False
     if op.arg("groups") == 1:
-        return channels <= MOST and window != [1, 1]  # type: ignore[operator]
+        return channels <= (FEW if outs > WIDE else MOST) and window != [1, 1]  # type: ignore[operator]
     alone = window == [1, 1] and not any(op.arg("padding"))
-    return alone and op.arg("groups") >= GROUPS and channels >= LEAST and w.shape[0] // op.arg("groups") >= LEAST  # type: ignore[operator]
+    return alone and op.arg("groups") >= GROUPS and channels >= LEAST and outs // op.arg("groups") >= LEAST  # type: ignore[operator]
 
 
 def _suits(m: Match, c: Calls) -> bool:

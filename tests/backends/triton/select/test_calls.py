@@ -309,6 +309,39 @@ def test_the_gradient_of_a_bias_is_a_kernel() -> None:
     check(g, outs)
 
 
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("planes", [True, False])
+def test_patches_in_training_are_products(planes: bool, bias: bool) -> None:
+    """Forward, and the gradients of weight and bias."""
+    g = Net()
+    g.phase = "forward"
+    x = (g.tensor if planes else g.images)(2, 4, 8, 12)
+    w, b = (g.input(torch.randn(s).to(BF16)) for s in ((6, 4, 4, 2), (6,)))
+    y = g.op("conv", x, w, b if bias else None, (4, 2), (0, 0), (1, 1), False, (0, 0), 1)
+    assert not [t for t in targets(check(g, [y])) if "conv" in t]
+    g = Net()
+    g.phase = "backward"
+    grad, x = g.tensor(2, 6, 2, 6), (g.tensor if planes else g.images)(2, 4, 8, 12)
+    g.op("conv_backward", grad, x, g.tensor(6, 4, 4, 2), (6,), (4, 2), (0, 0), (1, 1), False, (0, 0), 1, (False, True, bias))
+    fragment = check(g, list(g.ops[-1].outs[1 : 2 + bias]))
+    assert "aten::mm" in targets(fragment) and not [t for t in targets(fragment) if "conv" in t]
+
+
+@pytest.mark.parametrize(("mask", "stride"), [
+    ((True, True, True), (4, 2)),
+    ((False, True, False), (2, 2)),
+    ((False, False, True), (4, 2)),
+])  # fmt: skip
+def test_other_gradients_stay(mask: tuple[bool, ...], stride: tuple[int, int]) -> None:
+    g = Net()
+    g.phase = "backward"
+    sizes = [(n - k) // s + 1 for n, k, s in zip((8, 12), (4, 2), stride, strict=True)]
+    w = g.tensor(6, 4, 4, 2)
+    g.op("conv_backward", g.tensor(2, 6, *sizes), g.tensor(2, 4, 8, 12), w, (6,), stride, (0, 0), (1, 1), False, (0, 0), 1, mask)
+    fragment = lowered(g, [o for o, wanted in zip(g.ops[-1].outs, mask, strict=True) if wanted])
+    assert "aten::mm" not in targets(fragment)
+
+
 def test_other_convolutions_keep_their_bias() -> None:
     """Nothing is gained in front of a library's call, where a depthwise kernel adds it, or where a row of cuDNN's does."""
     g = Net(F32)

@@ -59,6 +59,7 @@ def test_pixels_in_groups() -> None:
 
 @pytest.mark.parametrize(("channels", "window", "more"), [
     (17, 3, {}),
+    (12, 3, {"outs": 160}),
     (3, 1, {}),
     (32, 1, {"groups": 2}),
     (24, 1, {"groups": 3}),
@@ -67,7 +68,9 @@ def test_pixels_in_groups() -> None:
 ])  # fmt: skip
 def test_others_stay(channels: int, window: int, more: dict[str, Any]) -> None:
     g = Net()
-    assert not set(OURS) & set(convolutions(lowered(g, [g.conv(g.images(2, channels, 6, 6), channels, 48, window, **more)])))
+    how = {"outs": 48, **more}
+    outs = how.pop("outs")
+    assert not set(OURS) & set(convolutions(lowered(g, [g.conv(g.images(2, channels, 6, 6), channels, outs, window, **how)])))
 
 
 def test_small_images_stay(monkeypatch: pytest.MonkeyPatch) -> None:
