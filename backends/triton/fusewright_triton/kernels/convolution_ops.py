@@ -37,7 +37,7 @@ class Tiles:
 def tiles(run: int, outs: int) -> Tiles:
     """Return the blocks for `outs` results of windows with `run` numbers side by side."""
     bn = min(max(16, 1 << (outs - 1).bit_length()), 128)
-    bk = min((k for k in (16, 32, 64)), key=lambda k: (-(-run // k) * k, -k))
+    bk = min((16, 32, 64), key=lambda k: (-(-run // k) * k, -k))
     return Tiles(128, bn, bk, 4 if bn <= 64 else 8, 3)
 
 
