@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from fusewright_triton.kernels.product_ops import ACTIVATIONS
+from fusewright_triton.kernels.product_ops import ACTIVATIONS, Tiles
 from fusewright_triton.run.handwritten import NAMESPACE, Kernel, operator, or_else
 from fusewright_triton.target import named
 
@@ -21,17 +20,6 @@ CONVOLUTION = f"{NAMESPACE}::convolution.default"
 
 MOST = 8
 """Elements that a load may take at once."""
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """BM pixels x BN channels of results, BK products at a time, and how Triton builds the kernel."""
-
-    bm: int
-    bn: int
-    bk: int
-    warps: int
-    stages: int
 
 
 def tiles(run: int, outs: int) -> Tiles:

@@ -62,7 +62,7 @@ def _write(m: Match, c: Calls) -> None:
     rows = b.append_op("permute", b.append_op("view", w, (channels, spec_of(w).numel_hint() // channels)), (1, 0))  # type: ignore[operator]
     rows = b.append_op("cast", b.append_op("clone", rows, torch.contiguous_format), torch.float32)
     total = None if bias is None else b.append_op("view", b.append_op("cast", bias, torch.float32), column)
-    padded = b.append_op("constant_pad_nd", x, _pads(op), 0)
+    padded = b.append_op("constant_pad_nd", x, pads(op), 0)
     if channels != op.arg("groups"):
         n, groups, *sizes = spec_of(padded).shape
         each = b.append_op("expand", b.append_op("unsqueeze", padded, 2), (n, groups, channels // groups, *sizes))  # type: ignore[operator]
@@ -72,7 +72,8 @@ def _write(m: Match, c: Calls) -> None:
     write_sum(total, zip(images_read, weights, strict=False), out, b)
 
 
-def _pads(op: OpView) -> tuple[int, ...]:
+def pads(op: OpView) -> tuple[int, ...]:
+    """Return a convolution's zeros around an image, the last dimension first."""
     return tuple(n for p in reversed(op.arg("padding")) for n in (p, p))
 
 

@@ -20,6 +20,7 @@ from fusewright.toolkit.region.pattern import Match, chain, maybe
 from fusewright.toolkit.region.rewrite import Row
 from fusewright_triton.kernels.convolution_ops import CONVOLUTION, packed
 from fusewright_triton.kernels.product_ops import ACTIVATIONS
+from fusewright_triton.select import depthwise
 from fusewright_triton.select.calls import Calls
 from fusewright_triton.select.convolutions import NORM, constant, folded, padded
 from fusewright_triton.select.epilogues import activation_of
@@ -82,7 +83,7 @@ def _pays(m: Match, c: Calls) -> bool:
 def _pads(op: OpView) -> tuple[int, ...]:
     """Return the zeros around an image, and behind its channels: none where they would be groups."""
     behind = -spec_of(op.arg("input")).shape[1] % ALIGNED if op.arg("groups") == 1 else 0  # type: ignore[operator]
-    return (*(n for p in reversed(op.arg("padding")) for n in (p, p)), 0, behind)
+    return (*depthwise.pads(op), 0, behind)
 
 
 def _write(m: Match, c: Calls) -> None:
