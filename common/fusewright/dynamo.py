@@ -105,12 +105,12 @@ def compile_dynamo(
         rules = RuleLog(parsed.disable_rules, parsed.fuel)  # a graph that was laid out anew comes twice
         return training.rolled(gm, inputs, rules)
 
-    laid = layouts.channels_last(gm) if backend.channels_last_training else None
+    laid = layouts.preferred(gm, backend)
     if laid is not None:
         try:
             return capture.capture(laid, example_inputs, compile_graph, without_loops)
         except (RuntimeError, ValueError) as e:  # no view with such strides exists
-            log.info("a training step is not channels-last: %s", str(e).partition("\n")[0])
+            log.info("a training step keeps eager's layouts: %s", str(e).partition("\n")[0])
     return capture.capture(gm, example_inputs, compile_graph, without_loops)
 
 

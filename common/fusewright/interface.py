@@ -19,7 +19,7 @@ import torch
 
 from fusewright.sizes.expr import SizeExpr, symbol
 
-INTERFACE: tuple[int, int] = (1, 10)
+INTERFACE: tuple[int, int] = (1, 11)
 """(major, minor) of this interface. Minor versions only add members with defaults."""
 
 OPSET = 1
@@ -565,6 +565,9 @@ class Backend(abc.ABC):
     channels_last_training: ClassVar[bool] = False
     """Whether images of half-precision training steps lie channels-last between convolutions; decided before gradients are
     traced. Since interface 1.5."""
+    row_major_training: ClassVar[bool] = False
+    """Whether residual streams of training steps that begin as transposed images are row-major; decided before gradients are
+    traced. Since interface 1.11."""
     real_views: ClassVar[bool] = False
     """Whether a view op in a region always returns a view of its input's memory. If not, eager makes the views that the caller
     sees."""

@@ -153,6 +153,7 @@ class TritonBackend(FusedBackend):
     priority = 50
     constant_masks = True  # flash and cuDNN attention are twice as fast without
     batched_attention = True  # no fused kernel takes another number of dimensions
+    row_major_training = True  # products make rows, and norms read them
     lowerings = LOWERINGS
     namespaces = (NAMESPACE,)
     options: ClassVar[Mapping[str, Any]] = {

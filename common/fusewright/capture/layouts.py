@@ -1,14 +1,16 @@
-"""Keep images of a training step channels-last between half-precision convolutions, on devices where that is faster.
+"""Layouts of a training step, where others than eager's are faster: images are channels-last between half-precision convolutions,
+and a residual stream that begins as a transposed image is row-major.
 
 Works on Dynamo's graph, before gradients are traced. Each convolution requests its image and weight in that layout, which is
-free after another convolution; ops in between follow by torch's own stride rules, so forward and backward agree on the layouts
-of saved tensors. Eager's strides are kept where they matter: for results, for gradients of weights, and for ops that draw
-random numbers, which visit elements in memory order.
+free after another convolution; a transposed stream is copied where it begins. Ops behind follow by torch's own stride rules, so
+forward and backward agree on the layouts of saved tensors. Eager's strides are kept where they matter: for results, for gradients
+of weights, and for ops that draw random numbers, which visit elements in memory order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 from fusewright import _torch_compat as compat
 from fusewright.graph.spec import by_stride
 from fusewright.graph.view import dependents
+from fusewright.interface import Backend
 
 LAST = torch.channels_last
 
@@ -30,6 +33,10 @@ _DRAWS = frozenset(
     exponential_ geometric_ cauchy_ log_normal_ random_ multinomial rrelu rrelu_ gumbel_softmax
     """.split()
 )
+_POINTWISE = frozenset({"add", "sub", "mul", "truediv", "div", "addcmul", "lerp"})
+"""Functions and methods whose result is laid as their first operand of its shape."""
+_TRANSPOSES = frozenset({"transpose", "permute", "swapaxes", "swapdims", "movedim", "moveaxis"})
+_IN_PLACE = frozenset(f"i{name}" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor"))
 _TELLS_STRIDES = frozenset({"as_strided", "as_strided_", "set_", "resize_", "resize_as_", "stride", "untyped_storage", "data_ptr"})
 _PLAIN = frozenset({"torch", "_operator", "math", "builtins", "einops"})
 """Packages whose functions return the same values for any strides; operators that others registered under torch do not count."""
@@ -58,6 +65,13 @@ def channels_last_weight(weight: torch.Tensor) -> torch.Tensor:
     return found
 
 
+def preferred(gm: GraphModule, backend: Backend) -> GraphModule | None:
+    """Return a copy of a training step in the layouts that the backend prefers; None if these are eager's."""
+    rows = row_major(gm) if backend.row_major_training else None
+    images = channels_last(rows or gm) if backend.channels_last_training else None
+    return images or rows
+
+
 def channels_last(gm: GraphModule) -> GraphModule | None:
     """Return a copy of the graph with its convolutions in channels-last; None unless a convolution of a training step reads the
     output of another one, or if strides may matter. The graph itself is not changed."""
@@ -66,9 +80,36 @@ def channels_last(gm: GraphModule) -> GraphModule | None:
     behind = [n for n in convs if _given(n, 0, "input") in images]
     if not behind or not all(map(_wanted, convs)) or not any(_example(n).requires_grad for n in behind):
         return None
-    drawn = [n for n in gm.graph.nodes if n in images and _name(n) in _DRAWS]
-    results = [n for n in gm.graph.output_node().all_input_nodes if n in images]
-    kept = {*results, *(i for n in drawn for i in n.all_input_nodes if i in images)}
+    return _copied(gm, images, {n: _in_channels_last for n in convs if n.target is torch.conv2d})
+
+
+def row_major(gm: GraphModule) -> GraphModule | None:
+    """Return a copy of the graph whose residual streams are row-major; None if no stream of a training step begins as a transposed
+    tensor and stays so, or if strides may matter. The graph itself is not changed."""
+    written = set(map(_storage, _written(gm.graph)))
+    turned: set[Node] = set()
+    edits: dict[Node, Edit] = {}
+    for n in gm.graph.nodes:
+        if not _is_stream(n) or _storage(n) in written:
+            continue
+        operand = _leading(n)
+        if operand is None:
+            edits[n] = _behind
+        elif operand not in turned:
+            edits[n] = partial(_in_front, operand)
+        turned.add(n)
+    return _copied(gm, dependents(edits), edits) if edits else None
+
+
+Edit = Callable[[Graph, dict[Node, Node], Node], Node]
+"""(copy of the graph, the copies of nodes, a node) -> what readers of the node read; may change the node's copy."""
+
+
+def _copied(gm: GraphModule, changed: Collection[Node], edits: Mapping[Node, Edit]) -> GraphModule | None:
+    """Return a copy of the graph with these edits, which may change the strides of `changed`; None if strides may matter."""
+    drawn = [n for n in gm.graph.nodes if n in changed and _draws(n)]
+    results = [n for n in gm.graph.output_node().all_input_nodes if n in changed]
+    kept = {*results, *(i for n in drawn for i in n.all_input_nodes if i in changed)}
     if any(map(_bound_to_strides, gm.graph.nodes)) or not _apart(results) or None in map(_order, kept):
         return None
     graph = Graph(tracer_cls=gm.graph._tracer_cls)
@@ -78,16 +119,70 @@ def channels_last(gm: GraphModule) -> GraphModule | None:
         return made[i]
 
     def as_traced(i: Node) -> Node:
-        return _laid(graph, made[i], i) if i in kept else made[i]
+        return _as(i, _laid(graph, made[i], i)) if i in kept else made[i]
 
     for n in gm.graph.nodes:
         made[n] = graph.node_copy(n, as_traced if n.op == "output" or n in drawn else at_hand)
-        if n in convs and n.target is torch.conv2d:
-            _rewrite(graph, made[n])
+        if n in edits:
+            made[n] = _as(n, edits[n](graph, made, n))
     found = GraphModule(gm, graph)
     found.meta = gm.meta
     compat.keep_sources(found, gm)
     return found
+
+
+def _as(traced: Node, made: Node) -> Node:
+    """Give `made` what Dynamo knows of the node in whose place it is."""
+    made.meta = {**traced.meta, **made.meta}
+    return made
+
+
+def _is_stream(n: Node) -> bool:
+    """Whether a node is a transposed tensor that several ops read: by itself, or as the result of pointwise ops on one."""
+    x = _example(n)
+    if not x.requires_grad or not _by_columns(x) or len(n.users) < 2:
+        return False
+    if _name(n) in _TRANSPOSES:
+        return any(_leading(u) is n and _by_columns(_example(u)) for u in n.users)
+    return _leading(n) is not None
+
+
+def _by_columns(x: torch.Tensor) -> bool:
+    """Whether rows of a dense tensor of fixed sizes are not contiguous."""
+    fixed = x.dim() > 2 and x.is_floating_point() and all(isinstance(s, int) for s in x.shape)
+    return fixed and x.stride(-1) != 1 and x.shape[-1] != 1 and x.permute(tuple(by_stride(x))).is_contiguous()
+
+
+def _leading(n: Node) -> Node | None:
+    """The operand as which a pointwise op lays its result."""
+    if n.op not in ("call_function", "call_method") or not (_name(n) in _POINTWISE or _is_inert(n)):
+        return None
+    return next((i for i in n.all_input_nodes if _example(i).shape == _example(n).shape), None)
+
+
+def _in_front(operand: Node, graph: Graph, made: dict[Node, Node], n: Node) -> Node:
+    """Copy the operand of a pointwise op to row-major."""
+    with graph.inserting_before(made[n]):
+        made[n].replace_input_with(made[operand], graph.call_method("contiguous", (made[operand],)))
+    return made[n]
+
+
+def _behind(graph: Graph, made: dict[Node, Node], n: Node) -> Node:
+    """Let readers of a transposed tensor read a row-major copy."""
+    return graph.call_method("contiguous", (made[n],))
+
+
+def _written(graph: Graph) -> Iterator[Node]:
+    """The tensors that a graph writes in place."""
+    for n in graph.nodes:
+        name = _name(n) if n.op in ("call_function", "call_method") else ""
+        if name in _IN_PLACE or name == "setitem" or (name.endswith("_") and not name.endswith("__")):
+            yield from n.all_input_nodes[:1]
+        yield from (x for x in [n.kwargs.get("out")] if isinstance(x, Node))
+
+
+def _storage(n: Node) -> int:
+    return _example(n).untyped_storage()._cdata
 
 
 def _given(n: Node, position: int, name: str) -> Any:
@@ -119,12 +214,22 @@ def _has_kernels(n: Node, groups: int) -> bool:
     return depthwise or min(shape[0] // groups, shape[1]) >= MANY
 
 
+def _draws(n: Node) -> bool:
+    return _name(n) in _DRAWS and not _is_inert(n)
+
+
+def _is_inert(n: Node) -> bool:
+    """Whether a dropout returns its operand."""
+    return _name(n) == "dropout" and (_given(n, 1, "p") == 0 or _given(n, 2, "training") is False or _given(n, 2, "train") is False)
+
+
 def _each(given: Any) -> set[Any]:
     """The values given for the dims of a convolution, as one number or as several; 1 by default."""
     return {1} if given is None else set(given) if isinstance(given, (tuple, list)) else {given}
 
 
 def _name(n: Node) -> str:
+    """The name of a function or method."""
     return n.target if isinstance(n.target, str) else getattr(n.target, "__name__", "")
 
 
@@ -159,11 +264,13 @@ def _laid(graph: Graph, made: Node, traced: Node) -> Node:
     return graph.call_method("permute", (dense, tuple(map(order.index, range(len(order))))))
 
 
-def _rewrite(graph: Graph, conv: Node) -> None:
-    """Rewrite a convolution to take image and weight in channels-last."""
+def _in_channels_last(graph: Graph, made: dict[Node, Node], n: Node) -> Node:
+    """Let a convolution read its image and weight in channels-last."""
+    conv = made[n]
     image, weight = _given(conv, 0, "input"), _given(conv, 1, "weight")
     with graph.inserting_before(conv):
         last = graph.call_method("contiguous", (image,), {"memory_format": LAST})
         packed = graph.call_function(channels_last_weight, (weight,))
     conv.replace_input_with(image, last)
     conv.replace_input_with(weight, packed)
+    return conv

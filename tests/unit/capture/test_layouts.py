@@ -193,3 +193,97 @@ def test_inference_is_left_alone() -> None:
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         torch.compile(module, backend=backend)(torch.randn(2, 4, 9, 9))
     assert found == [None]
+
+
+class Stream(nn.Module):
+    """Two mixing blocks behind patches, as in MLP-Mixer; `begin` makes the stream from the image of patches."""
+
+    def __init__(self, begin: Callable[..., Any], then: Callable[..., Any] = lambda x: x.mean(1)) -> None:
+        super().__init__()
+        self.first, self.begin, self.then = nn.Conv2d(3, 8, 4, 4), begin, then
+        self.second, self.norm, self.scale = nn.Linear(16, 16), nn.LayerNorm(8), nn.Parameter(torch.rand(8))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = self.begin(self.first(x).flatten(2).transpose(1, 2))
+        x = x + self.scale * self.second(self.norm(x).transpose(1, 2)).transpose(1, 2)
+        x = self.scale * x + x
+        return self.then(x)
+
+
+def stepped(module: nn.Module, backend: Callable[..., Any] | str) -> list[torch.Tensor]:
+    """Results and the gradients of all weights."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    results = torch.compile(module, backend=backend)(torch.randn(2, 3, 16, 16))
+    results = results if isinstance(results, tuple) else (results,)
+    found = torch.autograd.grad(sum(r.sin().sum() for r in results), [*module.parameters()])  # type: ignore[arg-type]
+    return [*results, *found]
+
+
+def in_rows(rewritten: list[str]) -> Callable[..., Any]:
+    def backend(gm: Any, inputs: Any) -> Any:
+        before = str(gm.graph)
+        laid = layouts.row_major(gm)
+        assert str(gm.graph) == before
+        if laid is None:
+            return gm.forward
+        laid.graph.lint()
+        rewritten.append(str(laid.graph))
+        return laid.forward
+
+    return backend
+
+
+def _written(x: torch.Tensor) -> torch.Tensor:
+    x += 1
+    return x
+
+
+@pytest.mark.parametrize(
+    "begin, then",
+    [
+        (lambda x: x, lambda x: x.mean(1)),
+        (_written, lambda x: x),
+        (lambda x: x + 1, lambda x: (x, x.flatten(1))),
+        (lambda x: F.dropout(x, 0.0), lambda x: x.transpose(1, 2).reshape(2, 8, 4, 4)),
+        (lambda x: F.dropout(x, 0.5), lambda x: F.dropout(x, 0.5)),
+    ],
+    ids=["itself", "written in place", "shifted", "inert", "dropped"],
+)  # fmt: skip
+def test_a_transposed_stream_is_row_major(begin: Callable[..., Any], then: Callable[..., Any]) -> None:
+    torch.manual_seed(1)
+    module, rewritten = Stream(begin, then), list[str]()
+    wanted, found = stepped(module, "eager"), stepped(module, in_rows(rewritten))
+    assert rewritten
+    for a, b in zip(wanted, found, strict=True):
+        torch.testing.assert_close(a, b)
+        assert a.stride() == b.stride()
+
+
+def test_a_stream_is_copied_where_it_begins() -> None:
+    rewritten = list[str]()
+    stepped(Stream(lambda x: x), in_rows(rewritten))
+    assert rewritten[0].count("target=contiguous") == 2  # the other is the result's
+
+
+@pytest.mark.parametrize(
+    "begin, then",
+    [(lambda x: x.contiguous(), lambda x: x), (lambda x: x, lambda x: torch.as_strided(x, (2, 8), (8, 1)))],
+    ids=["row-major in eager", "strides are asked for"],
+)  # fmt: skip
+def test_other_streams_are_left_alone(begin: Callable[..., Any], then: Callable[..., Any]) -> None:
+    rewritten = list[str]()
+    stepped(Stream(begin, then), in_rows(rewritten))
+    assert not rewritten
+
+
+def test_a_step_that_needs_a_transposed_stream_keeps_it() -> None:
+    """A view that row-major memory does not have."""
+    torch.manual_seed(1)
+    module = Stream(lambda x: x, lambda x: x.transpose(1, 2).view(2, 8, 4, 4))
+    wanted = stepped(module, "eager")
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    ours = torch.compile(module, backend="nvidia_triton", options={"simulate": True})(torch.randn(2, 3, 16, 16))
+    torch.testing.assert_close(ours, wanted[0])
+    assert ours.stride() == wanted[0].stride()
