@@ -43,6 +43,17 @@ def before_cut(graph: Graph) -> None:
     merge_common(graph)
     host_tables(graph)
     tested_for_equality(graph)
+    copied_for_norms(graph)
+
+
+def copied_for_norms(graph: Graph) -> None:
+    """Save the images that group norms copy to planes as they are: the gradient copies them again, which a kernel need not do."""
+    for norm in graph.find_nodes(op="call_function", target=aten.native_group_norm_backward.default):
+        copy = norm.args[1]
+        if copy.target is aten.clone.default and not copy.args[0].meta["val"].is_contiguous():
+            copy.meta.setdefault("recompute", CheckpointPolicy.MUST_RECOMPUTE)
+            if copy.args[0].target is aten._to_copy.default:
+                copy.args[0].meta.setdefault("recompute", CheckpointPolicy.MUST_RECOMPUTE)
 
 
 def _side_by_side(graph: Graph) -> None:

@@ -65,6 +65,23 @@ def channels_last_weight(weight: torch.Tensor) -> torch.Tensor:
     return found
 
 
+class _Image(torch.autograd.Function):
+    """An image whose gradient is channels-last."""
+
+    @staticmethod
+    def forward(ctx: Any, image: torch.Tensor) -> torch.Tensor:
+        return image.view_as(image)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.contiguous(memory_format=LAST)
+
+
+def channels_last_gradient(image: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = _Image.apply(image)
+    return found
+
+
 def preferred(gm: GraphModule, backend: Backend) -> GraphModule | None:
     """Return a copy of a training step in the layouts that the backend prefers; None if these are eager's."""
     rows = row_major(gm) if backend.row_major_training else None
@@ -80,7 +97,9 @@ def channels_last(gm: GraphModule) -> GraphModule | None:
     behind = [n for n in convs if _given(n, 0, "input") in images]
     if not behind or not all(map(_wanted, convs)) or not any(_example(n).requires_grad for n in behind):
         return None
-    return _copied(gm, images, {n: _in_channels_last for n in convs if n.target is torch.conv2d})
+    edits: dict[Node, Edit] = {n: _in_channels_last for n in convs if n.target is torch.conv2d}
+    edits |= {n: _norm_in_channels_last for n in images if _name(n) == "group_norm" and _example(n).dim() == 4}
+    return _copied(gm, images, edits)
 
 
 def row_major(gm: GraphModule) -> GraphModule | None:
@@ -274,3 +293,12 @@ def _in_channels_last(graph: Graph, made: dict[Node, Node], n: Node) -> Node:
     conv.replace_input_with(image, last)
     conv.replace_input_with(weight, packed)
     return conv
+
+
+def _norm_in_channels_last(graph: Graph, made: dict[Node, Node], n: Node) -> Node:
+    """Let readers of a group norm read it in channels-last, and so what is behind its gradient: on GPUs eager copies images to
+    planes for it, and its kernels leave them so."""
+    norm, image = made[n], _given(made[n], 0, "input")
+    with graph.inserting_before(norm):
+        norm.replace_input_with(image, graph.call_function(channels_last_gradient, (image,)))
+    return graph.call_method("contiguous", (norm,), {"memory_format": LAST})

@@ -188,3 +188,22 @@ def test_a_bound_that_rounds_is_compared_with_the_input() -> None:
 
     wanted, got = (torch.autograd.grad(f(x).sum(), x)[0] for f in (clamp, torch.compile(clamp, backend=backend)))
     assert torch.equal(wanted, got) and not wanted.all()
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_group_norm_saves_the_image_and_not_its_copy() -> None:
+    """Eager copies images to planes for it on GPUs; here the copy is written out."""
+    found, backend = traced()
+    image = torch.randn(2, 8, 4, 4).to(memory_format=torch.channels_last).requires_grad_()
+    weight = torch.rand(8, requires_grad=True)
+
+    def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.group_norm(x.half().float().contiguous(), 2, weight)
+
+    results = [f(image, weight) for f in (norm, torch.compile(norm, backend=backend))]
+    wanted, gradients = (torch.autograd.grad(r.sin().sum(), (image, weight)) for r in results)
+    for a, b in zip((results[0], *wanted), (results[1], *gradients), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+    saved = [value_of(n) for n in found["backward"].graph.find_nodes(op="placeholder")]
+    images = [t for t in saved if t.dim() == 4 and t.is_contiguous(memory_format=torch.channels_last)]
+    assert [t.dtype for t in images] == [torch.float16], "before it is widened, and as it lies"

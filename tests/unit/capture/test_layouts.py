@@ -140,6 +140,32 @@ def test_what_strides_mean_something_to_is_left_alone(then: Callable[..., Any]) 
     assert not run(Images(then))[0]
 
 
+def test_group_norms_leave_images_channels_last() -> None:
+    """Behind the norm, and behind its gradient."""
+    torch.manual_seed(1)
+    module, laid = Images(lambda x: x), list[Any]()
+    module.norm = nn.GroupNorm(2, 8)  # type: ignore[assignment]
+    wanted, gradients = eager(module)
+    rewritten, results, found = run(module)
+    assert rewritten
+    assert_same([*results, *found], [*wanted, *gradients])
+    assert [t.stride() for t in (*results, *found)] == [t.stride() for t in (*wanted, *gradients)]
+
+    def backend(gm: Any, inputs: Any) -> Any:
+        laid.append(layouts.channels_last(gm))
+        return gm.forward
+
+    torch._dynamo.reset()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        torch.compile(module, backend=backend)(torch.randn(2, 4, 9, 9))
+    (norm,) = (n for n in laid[0].graph.nodes if "group_norm" in str(n.target))
+    (copy,) = norm.users
+    assert copy.target == "contiguous" and copy.kwargs == {"memory_format": LAST}
+    image = torch.randn(2, 8, 4, 4, requires_grad=True)
+    (gradient,) = torch.autograd.grad(layouts.channels_last_gradient(image).sum(), image)
+    assert gradient.is_contiguous(memory_format=LAST)
+
+
 def test_only_half_precision() -> None:
     assert not run(Images(lambda x: x), torch.float32)[0]
 

@@ -102,10 +102,15 @@ def simulation(kernel: Kernel) -> Config:
 
 def _shape(kernel: Kernel, sizes: tuple[int, ...]) -> _Shape:
     along, width, live = [0] * len(sizes), 1, 0
+    counted = set[object]()
     for n in _accesses(kernel):
         size = TYPES[n.dtype].size
         width = max(width, size)
         live += max(size, 4) // 4
+        place = n.op, n.buffer, n.index and (n.index.coefs, n.index.divmods, n.index.indirect)
+        if place in counted:  # a window reads its neighbours' elements again, from a cache
+            continue
+        counted.add(place)
         for a in range(len(sizes)):
             if n.index is not None and sizes[a] > 1 and n.index.stride_of(a) in (1, -1):
                 along[a] += size * _reach(n, sizes)

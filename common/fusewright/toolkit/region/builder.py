@@ -256,9 +256,9 @@ class Builder:
         always with the graph's."""
         if self.row_major_norms and any_strides:
             self._turn(op)
-            if (stride := self._like_images(op)) is not None:
-                self.leave_with(op, stride)
-                return
+        if any_strides and (stride := self._like_images(op)) is not None:
+            self.leave_with(op, stride)
+            return
         own = _own_strides(op) and self._laid_alike(op)
         moved = [v for v in op.inputs() if v.id in self._moved and not own]
         strides = self._strides_for(op) if moved and any_strides and not self._returned_with_others(op) else None
@@ -315,12 +315,12 @@ class Builder:
                     self._restored.add(v.id)  # the graph's value remains available
 
     def _like_images(self, op: OpView) -> tuple[int, ...] | None:
-        """Return channels-last strides for a group norm of such images. On GPUs eager copies them to planes in front of it: what
-        adds the norm to the images would read across memory."""
-        if op.op != "group_norm" or self.graph.escapes(op.out):
+        """Return channels-last strides for a group norm of such images, or its gradient. On GPUs eager copies them to planes in
+        front of it: what adds the result to other images would read across memory."""
+        if op.op not in ("group_norm", "group_norm_backward") or self.graph.escapes(op.outs[0]):
             return None
         copy = self.graph.producer(op.arg("input"))
-        x, out = self.spec(copy.arg("self") if copy is not None and copy.op == "clone" else op.arg("input")), op.out.spec
+        x, out = self.spec(copy.arg("self") if copy is not None and copy.op == "clone" else op.arg("input")), op.outs[0].spec
         assert out is not None
         alike = out.static and x.shape == out.shape and layout_of(out) == "contiguous" and layout_of(x) == "channels_last"
         return channels_last_strides(out.shape) if alike else None  # type: ignore[arg-type]

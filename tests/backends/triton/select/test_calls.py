@@ -297,6 +297,25 @@ def test_a_group_norm_keeps_images_channels_last() -> None:
     check(g, [z])
 
 
+def test_the_gradient_of_a_group_norm_keeps_images_channels_last() -> None:
+    g = Net(F32)
+    g.phase = "backward"
+    x, grad = g.images(2, 8, 7, 7), g.images(2, 8, 7, 7)
+    planes, grads = (g.op("clone", v, memory_format=torch.contiguous_format) for v in (x, grad))
+    mean, rstd = g.input(torch.randn(2, 2)), g.input(torch.rand(2, 2))
+    dx = g.op("group_norm_backward", grads, planes, mean, rstd, g.weight(8), 2, 8, 49, 2, (True, True, True))
+    weights = g.ops[-1].outs[1:]
+    outs = [g.op("clone", dx, memory_format=torch.channels_last), *weights]
+    fragment = lowered(g, outs)
+    kernels = [fragment.kernels[i.kernel] for i in fragment.instructions if isinstance(i, Launch)]
+    assert len(kernels) == 2, "of the image, and of the weights"
+    for kernel in kernels:
+        accesses = [n.index for n in kernel.nodes() if n.op in ("load", "store")]  # type: ignore[attr-defined]
+        inner = len(kernel.sizes) - 1  # type: ignore[attr-defined]
+        assert {i.stride_of(inner) for i in accesses} <= {0, 1, 8}, "pixels are 8 channels apart, as no planes are"
+    check(g, outs)
+
+
 def test_the_gradient_of_a_bias_is_a_kernel() -> None:
     g = Net()
     g.phase = "backward"
