@@ -5,7 +5,16 @@ from __future__ import annotations
 import torch
 
 from fusewright.toolkit.backend.library import LoweringTable
-from fusewright_triton.select import convolutions, depthwise, few_channels, narrow, norms, products, quantized
+from fusewright_triton.select import (
+    convolutions,
+    depthwise,
+    few_channels,
+    group_norms,
+    narrow,
+    norms,
+    products,
+    quantized,
+)
 from fusewright_triton.select.attention import decode, sdpa, short_sequence, unfused
 from fusewright_triton.select.calls import OpCode, by_rows
 
@@ -26,6 +35,7 @@ for table in (LOWERINGS, CUDNN):
     table.add("sdpa", when=short_sequence.reason)(by_rows(short_sequence.ROWS))
     table.add("sdpa", when=sdpa.sdpa_reason)(by_rows(sdpa.ROWS))
     table.add("batch_norm", dtypes=FLOATS, dynamic=True)(by_rows(norms.ROWS))
+    table.add("group_norm", "group_norm_backward", dtypes=FLOATS)(by_rows(group_norms.ROWS))
     table.add("softmax", dtypes=FLOATS, when=unfused.reason)(by_rows(unfused.ROWS))
 # In fp32 cuDNN's channels-last kernels round to TF32 where its others do not: 20 to 80 times eager's error on ViT and Swin.
 CUDNN.add("conv", dtypes=products.HALF, when=depthwise.reason)(by_rows(depthwise.ROWS))

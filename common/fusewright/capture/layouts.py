@@ -168,7 +168,7 @@ def _is_stream(n: Node) -> bool:
 
 def _by_columns(x: torch.Tensor) -> bool:
     """Whether rows of a dense tensor of fixed sizes are not contiguous."""
-    fixed = x.dim() > 2 and x.is_floating_point() and all(isinstance(s, int) for s in x.shape)
+    fixed = x.dim() == 3 and x.is_floating_point() and all(isinstance(s, int) for s in x.shape)
     return fixed and x.stride(-1) != 1 and x.shape[-1] != 1 and x.permute(tuple(by_stride(x))).is_contiguous()
 
 

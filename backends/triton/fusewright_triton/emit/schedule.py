@@ -288,7 +288,7 @@ def _columns(kernel: Kernel, shape: _Shape, target: Target, static: bool) -> Con
     """Configure reductions across contiguous memory: lanes lie along P."""
     every = tuple(range(shape.n_p))
     inner = max(range(shape.n_p), key=lambda a: shape.bytes_along[a])
-    block = min(max(128 // shape.width, 16), _pow2(shape.sizes[inner]))
+    block = min(max(128 // shape.width, 16), _pow2(_neighbours(kernel, shape, inner)))
     row = _pow2(max(shape.row, 2))
     if static and shape.row and row * block <= 4096:
         while block * row < 2048 and block * 2 * 2 * target.units <= shape.points:
@@ -297,6 +297,19 @@ def _columns(kernel: Kernel, shape: _Shape, target: Target, static: bool) -> Con
     step = min(row, max(16, 4096 // block))
     split = _split(kernel, shape, -(-shape.points // block), step, target)
     return Config(_tile(every, block), step, False, split, _warps(block * step, 32, target))
+
+
+def _neighbours(kernel: Kernel, shape: _Shape, inner: int) -> int:
+    """Return how many points in a row lie next to each other in memory: along `inner` and, where it is the last axis of P, along
+    those before it that continue it (the channels of all groups)."""
+    found = [n.index for n in _accesses(kernel) if n.index is not None and _over_row(n, shape)]
+    found = [i for i in found if i.stride_of(inner) == 1]
+    run = shape.sizes[inner]
+    for a in reversed(range(inner)) if inner == shape.n_p - 1 else ():
+        if {i.stride_of(a) for i in found} != {run}:
+            break
+        run *= shape.sizes[a]
+    return run
 
 
 def _recurrence(shape: _Shape, target: Target) -> Config:
