@@ -98,7 +98,12 @@ def channels_last(gm: GraphModule) -> GraphModule | None:
     if not behind or not all(map(_wanted, convs)) or not any(_example(n).requires_grad for n in behind):
         return None
     edits: dict[Node, Edit] = {n: _in_channels_last for n in convs if n.target is torch.conv2d}
-    edits |= {n: _norm_in_channels_last for n in images if _name(n) == "group_norm" and _example(n).dim() == 4}
+    norms = [n for n in gm.graph.nodes if n in images and _name(n) == "group_norm" and _example(n).dim() == 4]
+    edits |= dict.fromkeys(norms, _norm_in_channels_last)
+    written = set(map(_storage, _written(gm.graph))) if norms else set()
+    for read in (_given(n, 0, "input") for n in norms):
+        if read not in edits and _storage(read) not in written:
+            edits[read] = partial(_behind, memory_format=LAST)  # also what else reads it, such as the sum behind the block
     return _copied(gm, images, edits)
 
 
@@ -186,9 +191,9 @@ def _in_front(operand: Node, graph: Graph, made: dict[Node, Node], n: Node) -> N
     return made[n]
 
 
-def _behind(graph: Graph, made: dict[Node, Node], n: Node) -> Node:
-    """Let readers of a transposed tensor read a row-major copy."""
-    return graph.call_method("contiguous", (made[n],))
+def _behind(graph: Graph, made: dict[Node, Node], n: Node, memory_format: torch.memory_format = torch.contiguous_format) -> Node:
+    """Let readers of a tensor read it in this layout: a copy, unless it is laid so."""
+    return graph.call_method("contiguous", (made[n],), {"memory_format": memory_format})
 
 
 def _written(graph: Graph) -> Iterator[Node]:
@@ -301,4 +306,4 @@ def _norm_in_channels_last(graph: Graph, made: dict[Node, Node], n: Node) -> Nod
     norm, image = made[n], _given(made[n], 0, "input")
     with graph.inserting_before(norm):
         norm.replace_input_with(image, graph.call_function(channels_last_gradient, (image,)))
-    return graph.call_method("contiguous", (norm,), {"memory_format": LAST})
+    return _behind(graph, made, n, memory_format=LAST)

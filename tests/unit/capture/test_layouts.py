@@ -166,6 +166,39 @@ def test_group_norms_leave_images_channels_last() -> None:
     assert gradient.is_contiguous(memory_format=LAST)
 
 
+def test_a_stream_of_images_in_planes_is_channels_last_from_its_first_group_norm() -> None:
+    """A sum begins with planes, which a reshape made; without the copy it and all sums behind it would stay so."""
+    norm, strides = nn.GroupNorm(2, 8), list[tuple[int, ...]]()
+
+    def blocks(x: torch.Tensor) -> torch.Tensor:
+        x = x.flatten(2).transpose(1, 2).reshape(2, 8, 5, 5)
+        return F.conv2d(x + norm(x), torch.ones(8, 8, 1, 1))
+
+    torch.manual_seed(1)
+    module = Images(blocks)
+    wanted, gradients = eager(module)
+    rewritten, results, found = run(module)
+    assert rewritten
+    assert_same([*results, *found], [*wanted, *gradients])
+
+    def backend(gm: Any, inputs: Any) -> Any:
+        laid = layouts.channels_last(gm)
+
+        class Watch(torch.fx.Interpreter):
+            def run_node(self, n: torch.fx.Node) -> Any:
+                made = super().run_node(n)
+                strides.extend([made.stride()] if n.name == "add" else [])
+                return made
+
+        assert laid is not None
+        return Watch(laid).run
+
+    torch._dynamo.reset()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        torch.compile(module, backend=backend)(torch.randn(2, 4, 9, 9))
+    assert strides == [(200, 1, 40, 8)]
+
+
 def test_only_half_precision() -> None:
     assert not run(Images(lambda x: x), torch.float32)[0]
 

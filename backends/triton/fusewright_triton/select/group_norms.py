@@ -124,7 +124,7 @@ def _write_gradient(op: OpView, c: Calls) -> None:
     sums = g.channels(b.append_op("sum", gradient, PIXELS, True))
     products = g.channels(b.append_op("sum", b.append_op("mul", gradient, centred()), PIXELS, True))
     wanted = dict(zip(("image", "weight", "bias"), op.outs, strict=True))
-    if spec := wanted["weight"].spec:
+    if wanted["weight"].spec:
         g.give(b.append_op("sum", b.append_op("mul", products, rstd), (0,), False), wanted["weight"])
     if wanted["bias"].spec:
         g.give(b.append_op("sum", sums, (0,), False), wanted["bias"])
