@@ -162,7 +162,8 @@ def _linear_thunk(p: Product, form: str, matrix: Matrix, columns: int = 0, after
             return after.apart(torch.ops.mkldnn._linear_pointwise(x, weight, b, *NOTHING.post))
 
         if form == own.FORM:
-            run = own_product(own.kernel_of(p.dtype, p.bias, False, after.own[0]), p.m, p.k, p.n, after.own[1])
+            kernel = own.kernel_of(p.dtype, p.bias, False, after.own[0], p.m, columns or p.n)
+            run = own_product(kernel, p.m, p.k, p.n, after.own[1])
             return penalised(lambda: run(x), FITTED.packed_gain)
         if form == "mkl":
             turn = weights(lambda: torch.ops.mkl._mkl_reorder_linear_weight(w, p.m))

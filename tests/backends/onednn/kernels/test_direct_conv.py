@@ -17,7 +17,7 @@ if host_target().arm or not (host_target().masks and host_target().fma):
     pytest.skip("the kernel needs AVX2 with FMA, or AVX-512", allow_module_level=True)
 
 AVX512 = host_target().vector_bytes == 64
-POINTWISE = "vector_linear_8_48" if AVX512 else "direct pointwise"
+POINTWISE = "vector_linear_12_32" if AVX512 else "direct pointwise"
 """The kernel of a 1x1 convolution of one group."""
 
 
