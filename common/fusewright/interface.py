@@ -295,6 +295,9 @@ class DevicePolicy:
     """The type in which to compute a product, convolution or attention, given its row's name, its type and its number of rows (of a
     matrix of fixed size, else `sys.maxsize`): a device may multiply another type several times as fast. Operands are widened, and
     results are rounded to their own type. None: its own. Since interface 1.7."""
+    branches: frozenset[torch.dtype] = frozenset()
+    """Types in which convolutions of one input with constant weights that are added up become one in inference. Since interface
+    1.11."""
     eager: tuple[Any, ...] = ()
     """Conditions under which the device's eager is faster than a kernel (`fusewright.toolkit.fuse.eager.Condition`)."""
     flops_per_second: float = 2e11

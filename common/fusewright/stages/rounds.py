@@ -23,6 +23,8 @@ MAX_ROUNDS = 32
 def _simplify(c: Compilation) -> None:
     c.rules = c.earlier.copy() if c.earlier is not None else RuleLog(c.options.disable_rules, c.options.fuel)
     c.do(passes.REWRITE, c.graph, c.rules)
+    if c.phase == "infer":
+        c.do(passes.BRANCHES, c.graph, c.const, c.backend.policy().branches, c.rules)
     c.do(passes.WIDEN, c.graph, c.backend.policy().wider, c.rules)
     if "cse" not in c.options.disable_rules:
         c.rules.hits["cse"] += c.do(passes.CSE, c.graph)
@@ -38,7 +40,7 @@ def _constants(c: Compilation) -> None:
 
 
 METADATA_STAGES: tuple[tuple[str, Stage], ...] = (
-    ("simplify", _simplify),  # exact rewrite rules, wider products, CSE, dead code
+    ("simplify", _simplify),  # exact rewrite rules, branches of convolutions, wider products, CSE, dead code
     ("constants", _constants),  # what depends on weights alone
 )
 CLAIM_STAGES: tuple[tuple[str, Stage], ...] = (

@@ -63,6 +63,26 @@ def test_a_batch_norm_in_training_errs_in_no_direction(spread: float) -> None:
     assert abs((error * exact).sum() / exact.square().sum()) < 6e-9
 
 
+def test_branches_of_convolutions_are_one_call_until_a_weight_changes() -> None:
+    class Block(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.large, self.small = torch.nn.Conv2d(16, 16, 3, padding=1), torch.nn.Conv2d(16, 16, 1)
+            self.norms = torch.nn.ModuleList(torch.nn.BatchNorm2d(16) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            a, b, c = self.norms
+            return (0 + a(self.large(x)) + b(self.small(x)) + c(x)).relu()
+
+    m, x = Block().requires_grad_(False).eval(), torch.randn(1, 16, 14, 14)
+    compiled = torch.compile(m, backend="x86_onednn", options={"fallback": "error"})
+    with report.recording() as graphs:
+        torch.testing.assert_close(compiled(x), m(x))
+    assert [o.op for o in graphs[0].ops if o.op in ("conv", "batch_norm")] == ["conv"]
+    m.norms[2].running_var.mul_(3)  # type: ignore[operator, union-attr]
+    torch.testing.assert_close(compiled(x), m(x))
+
+
 def test_a_weight_changed_in_place_is_packed_again() -> None:
     m = torch.nn.Linear(64, 64).requires_grad_(False)
     compiled = torch.compile(m, backend="x86_onednn", options={"prepack": "always"})

@@ -49,6 +49,12 @@ def test_batch_norm_is_folded_into_the_weights(dtype: torch.dtype, bias: bool) -
     assert targets(fragment, prepare=True)[-1] == PACK
 
 
+@pytest.mark.parametrize("channels, copies", [(1, []), (3, [COPY]), (8, [])])
+def test_images_of_a_model_are_turned_in_a_kernel(channels: int, copies: list[str]) -> None:
+    g = Net()
+    assert targets(check(g, [g.conv(g.image(channels), channels, 16)], "packed")) == [*copies, CONV, COPY]
+
+
 def test_statistics_that_are_used_keep_the_batch_norm() -> None:
     g = Net()
     y = g.norm(g.conv(g.image(), 8, 16), 16)

@@ -113,7 +113,14 @@ def test_limits_that_are_not_numbers_stay_outside() -> None:
     assert calls(targets(check(g, [y], "kernel"))) == [CONV, "kernel clamp", KERNEL, COPY]
 
 
-@pytest.mark.parametrize("case", ["dilated", "seven", "grouped", "wide", "trained"])
+@pytest.mark.parametrize("form", ["kernel", "onednn"])
+def test_a_large_window_is_measured_though_it_saves_a_pass(form: str) -> None:
+    g = Net()
+    y = g.op("relu", depthwise(g, g.conv(g.image(), 8, 16, k=1), 16, 7, padding=3))
+    assert calls(targets(check(g, [y], form)))[:2] == [CONV, KERNEL if form == "kernel" else CONV]
+
+
+@pytest.mark.parametrize("case", ["dilated", "fifteen", "grouped", "wide", "trained"])
 def test_others_stay_oneDNNs(case: str) -> None:
     g = Net()
     x = g.op("relu", g.conv(g.image(), 8, 16, k=1))
@@ -121,8 +128,8 @@ def test_others_stay_oneDNNs(case: str) -> None:
     match case:
         case "dilated":
             y = depthwise(g, x, 16, padding=2, dilation=2)
-        case "seven":
-            y = depthwise(g, x, 16, 7, padding=3)
+        case "fifteen":
+            y = depthwise(g, x, 16, 15, padding=7)
         case "grouped":
             y = g.conv(x, 16, 16, groups=8)
         case "wide":

@@ -35,11 +35,13 @@ def nothing(shape: tuple[int, ...]) -> torch.Tensor:
         ((2, 3, 7, 9), ([3, 3], [2, 2], [1, 1])),
         ((2, 3, 8, 34), ([2, 2], [2, 2], [0, 0])),
         ((1, 2, 13, 15), ([5, 3], [3, 2], [2, 1])),
+        ((2, 3, 4, 6, 18), ([2, 2, 2], [2, 2, 2], [0, 0, 0])),
+        ((1, 2, 5, 6, 7), ([3, 3, 3], [2, 1, 2], [1, 1, 0])),
     ],
 )
 def test_max_pool(values: Callable[..., torch.Tensor], shape: tuple[int, ...], window: tuple[list[int], ...]) -> None:
     g = Sketch()
-    g.op("max_pool2d", g.input(values(shape)), *window)
+    g.op(f"max_pool{len(shape) - 2}d", g.input(values(shape)), *window)
     outputs = list(g.ops[0].outs)
     for loader in LOADERS.values():
         fragment, got = run_sketch(g, outputs, loader)
@@ -187,3 +189,15 @@ def test_a_sum_of_columns_in_another_order_is_computed_in_that_of_its_reader() -
         fragment, (ours,) = run_sketch(g, [out], loader)
         torch.testing.assert_close(ours, g.expected([out])[0])
     assert kernel_count(fragment) == len(fragment.instructions) == 1
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.data())
+def test_max_pool_of_any_volume(data: st.DataObject) -> None:
+    three = st.tuples(*[st.integers(1, 3)] * 3).map(list)
+    size, stride, dilation = (data.draw(three) for _ in range(3))
+    padding = [data.draw(st.integers(0, n // 2)) for n in size]
+    lengths = [d * (n - 1) + 1 + data.draw(st.integers(0, 4)) for d, n in zip(dilation, size, strict=True)]
+    x = torch.randn(2, 3, *lengths).to(data.draw(TYPES))
+    x = x.to(memory_format=data.draw(st.sampled_from([torch.contiguous_format, torch.channels_last_3d])))
+    assert check(ops.OPS["max_pool3d"], [x, size, stride, padding, dilation, data.draw(st.booleans())], {})

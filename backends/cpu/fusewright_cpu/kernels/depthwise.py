@@ -8,7 +8,8 @@ add only the rows that are new. A vector is one pixel's channels; the products o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import reduce
+from typing import TypeAlias
 
 from fusewright_cpu.emit.entry import share, start
 from fusewright_cpu.emit.math import ACTIVATIONS
@@ -21,8 +22,12 @@ from fusewright_cpu.policy import LOOPS
 
 STAGED = 4
 """Pixels per step of the loop that prepares rows."""
+UNROLLED = 25
+"""The most taps for which the code of a pixel has no loop over the rows of its window."""
 LINE = 64
 """Bytes of a cache line."""
+
+Line: TypeAlias = tuple[V, Sequence[V]]
 
 
 def emit_depthwise(module: Module, d: Depthwise, name: str, parallel: bool) -> None:
@@ -151,30 +156,43 @@ class _Body:
         """Compute one vector of every pixel of a row."""
         f, (ky, kx) = self.f, self.d.kernel
         padded, at = f.mul(self.blocks, i64(CHANNELS)), f.add(channel, v)
-        rows = [self._pixels(f.add(top, i64(k)), v) for k in range(ky)]
 
-        def vector(name: str, row: int) -> V:
-            return load(f, "float", f.gep("float", self.base[name], f.add(f.mul(i64(row), padded), at)), self.w)
+        def vector(name: str, row: V) -> V:
+            return load(f, "float", f.gep("float", self.base[name], f.add(f.mul(row, padded), at)), self.w)
 
-        weights = [vector("weight", k) for k in range(ky * kx)]
-        bias = vector("bias", 0)
+        def line(k: V) -> Line:
+            """Return a row of pixels and the weights for it."""
+            weights = [vector("weight", f.add(f.mul(k, i64(kx)), i64(j))) for j in range(kx)]
+            return self._pixels(f.add(top, k), v), weights
+
+        bias = vector("bias", i64(0))
+        lines = [line(i64(k)) for k in range(ky)] if ky * kx <= UNROLLED else None
         to, ow = f.add(target, v), self.size["ow"]
-        main = f.bin("sub", ow, f.bin("srem", ow, i64(self.d.columns)))
-        for first, end, count in ((i64(0), main, self.d.columns), (main, ow, 1)):
-            each(f, first, end, count, partial(self._some, rows, weights, bias, count, to, left))
 
-    def _some(self, rows: Sequence[V], weights: Sequence[V], bias: V, count: int, to: V, left: V | None, first: V) -> None:
-        """Compute one vector of `count` pixels."""
-        f, kx, step = self.f, self.d.kernel[1], self.d.stride[1]
-        sums = [bias] * count
-        for y, row in enumerate(rows):
-            for j in range((count - 1) * step + kx):
-                reads = [(o, j - o * step) for o in range(count) if 0 <= j - o * step < kx]
-                if reads:
-                    at = f.mul(f.add(f.mul(first, i64(step)), i64(j)), i64(self.w))
-                    x = load(f, "float", f.gep("float", row, at), self.w, 4 * self.w)
-                    for o, k in reads:
-                        sums[o] = f.fma(x, weights[y * kx + k], sums[o])
+        def sums(count: int, first: V) -> list[V]:
+            if lines is not None:
+                return reduce(lambda sums, line: self._added(sums, line, first), lines, [bias] * count)
+            return f.loop(i64(0), i64(ky), i64(1), [bias] * count, lambda k, sums: self._added(sums, line(k), first))
+
+        main = f.bin("sub", ow, f.bin("srem", ow, i64(self.d.columns)))
+        for begin, end, count in ((i64(0), main, self.d.columns), (main, ow, 1)):
+            each(f, begin, end, count, lambda first, count=count: self._finish(sums(count, first), to, left, first))  # type: ignore[misc]
+
+    def _added(self, sums: Sequence[V], line: Line, first: V) -> list[V]:
+        """Add to the sums of consecutive pixels the products of one row of the window."""
+        f, (row, weights), step, made = self.f, line, self.d.stride[1], list(sums)
+        for j in range((len(sums) - 1) * step + len(weights)):
+            reads = [(o, j - o * step) for o in range(len(sums)) if 0 <= j - o * step < len(weights)]
+            if reads:
+                at = f.mul(f.add(f.mul(first, i64(step)), i64(j)), i64(self.w))
+                x = load(f, "float", f.gep("float", row, at), self.w, 4 * self.w)
+                for o, k in reads:
+                    made[o] = f.fma(x, weights[k], made[o])
+        return made
+
+    def _finish(self, sums: Sequence[V], to: V, left: V | None, first: V) -> None:
+        """Store one vector of consecutive pixels."""
+        f = self.f
         made = [ACTIVATIONS[self.d.after](f, total, *self.limits["after"]) for total in sums]
         for o, x in enumerate(to_bf16s(f, made) if self.d.dtype == "bf16" else made):
             at = f.add(to, f.mul(f.add(first, i64(o)), self.size["c"]))

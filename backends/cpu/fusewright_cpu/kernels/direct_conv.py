@@ -16,8 +16,8 @@ from fusewright_cpu.kernels.panels import Panels, emit_panels
 from fusewright_cpu.kernels.parts import add_to, ceil_div, each, least, load, with_products, word
 from fusewright_cpu.kernels.parts import most as larger
 
-SUMS = 2048
-"""The most sums of a panel in a work item, about."""
+SUMS = {32: 2048, 64: 8192}
+"""The most sums of a panel in a work item, about, by the bytes of a register: each item reads its weights anew."""
 TOGETHER = 4
 """The most panels of a work item, which read a part of its rows while it is in the second cache."""
 ITEMS = 3
@@ -55,7 +55,7 @@ class _Pixels(Panels):
 
     def __init__(self, module: Module, a: DirectConv | VectorLinear, name: str) -> None:
         self.rows, self.columns = a.rows, a.columns
-        self.chunk = SUMS // a.columns
+        self.chunk = SUMS[module.target.vector_bytes] // a.columns
         self.held = self.chunk + 2 * a.rows
         self.lanes = module.target.vector_bytes // 4
         self.products_per_unit, self.pointwise = self.lanes, not isinstance(a, DirectConv) or a.pointwise

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import cycle
@@ -162,7 +162,8 @@ def _linear_thunk(p: Product, form: str, matrix: Matrix, columns: int = 0, after
             return after.apart(torch.ops.mkldnn._linear_pointwise(x, weight, b, *NOTHING.post))
 
         if form == own.FORM:
-            run = own_product(own.kernel_of(p.dtype, p.bias, False, after.own[0]), p.m, p.k, p.n, after.own[1])
+            kernel = own.kernel_of(p.dtype, p.bias, False, after.own[0], p.m, columns or p.n)
+            run = own_product(kernel, p.m, p.k, p.n, after.own[1])
             return penalised(lambda: run(x), FITTED.packed_gain)
         if form == "mkl":
             turn = weights(lambda: torch.ops.mkl._mkl_reorder_linear_weight(w, p.m))
@@ -266,6 +267,8 @@ def attention_form(
 
 _EAGER = {"silu": torch.ops.aten.silu.out, "hardswish": torch.ops.aten.hardswish.out}
 """Activations that cost more than a pass over memory."""
+_OVER: Mapping[str, Callable[..., torch.Tensor]] = {"relu": torch.relu_, "clamp": torch.clamp_}
+"""Activations that oneDNN's call must not compute (see `PostOp.exact`), over its result."""
 
 
 def depthwise_form(
@@ -275,10 +278,11 @@ def depthwise_form(
     padding: Sequence[int],
     limits: Sequence[float],
     built: list[object],
+    apart: bool = False,
 ) -> str:
     """Return "onednn" or "kernel" for a depthwise convolution of dense channels-last images. `sizes`, `limits`: the kernel's
     arguments; `built` as in `attention_form`. In front of oneDNN's, another call of it computes the kernel's first activation,
-    which takes as long as eager's at least."""
+    which takes as long as eager's at least. `apart`: oneDNN's call does not compute the last one."""
     n, c, h, w, oh, ow, *_ = sizes
     dtype = to_torch(kernel.dtype)
 
@@ -290,8 +294,11 @@ def depthwise_form(
         geometry = (list(padding), list(kernel.stride), [1, 1], c)
         packed = torch.ops.mkldnn._reorder_convolution_weight(weight, *geometry, list(x.shape))
         scalars = [v for s, v in zip(kernel.scalars, limits, strict=True) if s.name.startswith("after")]
-        post = (POST_OPS[kernel.after].attr, scalars, "") if kernel.after else ("none", [], "")
+        post = (POST_OPS[kernel.after].attr, scalars, "") if kernel.after and not apart else ("none", [], "")
         call, made = torch.ops.mkldnn._convolution_pointwise, torch.empty_like(x)
+        if apart:
+            last = _OVER[kernel.after]
+            return lambda: last(call(x, packed, bias, *geometry, *post), *scalars)
         if kernel.before in _EAGER:
             first = _EAGER[kernel.before]
             return lambda: (first(x, out=made), call(x, packed, bias, *geometry, *post))
@@ -304,7 +311,7 @@ def depthwise_form(
         given = [image(n, c, h, w), weight, bias, image(n, c, oh, ow)]
         return lambda: launcher(given, sizes, limits)
 
-    key = f"{kernel.name} packed/own {'x'.join(map(str, sizes))}"
+    key = f"{kernel.name}{' apart' if apart else ''} packed/own {'x'.join(map(str, sizes))}"
     return ctx.choose(key, Lazy({"onednn": onednn, "kernel": own}))
 
 

@@ -104,7 +104,7 @@ class OneDnnBackend(FusedBackend):
         return graph
 
     def policy(self) -> DevicePolicy:
-        return replace(super().policy(), wider=self._wider)
+        return replace(super().policy(), wider=self._wider, branches=frozenset({torch.float32}))
 
     def _wider(self, op: str, dtype: torch.dtype, rows: int) -> torch.dtype | None:
         """Return fp32 for products of a half type that oneDNN refuses, unless a kernel of ours takes them."""

@@ -47,6 +47,8 @@ PACK_CONV_TRANSPOSED = "mkldnn::_reorder_convolution_transpose_weight.default"
 
 OWN = dict.fromkeys(FLOATS, "")
 """Types of our own kernels, which multiply floats where the CPU has no products of bf16, and what they need."""
+FEW_CHANNELS = 4
+"""The most channels of an image that may come in planes: inputs of a model, not results of convolutions."""
 MASKS = (torch.float32, torch.bfloat16, torch.bool)
 """Dtypes of attention masks that our kernel reads."""
 
@@ -383,7 +385,7 @@ def conv(m: Match, b: Builder) -> None:
     attr, scalars, algorithm = post_op(m)
     other = other_of(m)
     if other is None:
-        args = (as_image(x, b), packed, bias, *geometry, attr, scalars, algorithm)
+        args = (as_image(_turned(x, b), b), packed, bias, *geometry, attr, scalars, algorithm)
         emit_conv(CONV, args, out, op, b)
     else:
         unary = (attr, scalars, algorithm) if m.get("unary") is not None else (None, (), None)
@@ -461,6 +463,14 @@ def as_image(value: Value, b: Builder) -> Ref | None:
     view = b.ctx.value(None)
     b.call("aten::unsqueeze.default", b.any_strides(value), 2, out=view)
     return Ref(view.id)
+
+
+def _turned(value: Value, b: Builder) -> Value:
+    """Return images of few channels and fixed size channels-last, copied in a kernel: the operator's own copy takes five times as
+    long."""
+    spec = b.spec(value)
+    few = spec.rank == 4 and spec.static and hint(spec.shape[1]) <= FEW_CHANNELS
+    return pointwise.channels_last(value, b) if few else value
 
 
 def as_dense_image(value: Value, b: Builder) -> Ref | None:

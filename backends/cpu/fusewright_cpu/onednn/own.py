@@ -16,6 +16,7 @@ from fusewright.toolkit.ir.types import from_torch
 from fusewright.toolkit.region.builder import Builder, contiguous_strides
 from fusewright_cpu.kernels import amx_linear, vector_linear
 from fusewright_cpu.kernels.by_hand import MOST_GEMV_ROWS, VECTOR_TILES, AmxLinear, Gemv, VectorLinear
+from fusewright_cpu.onednn.tiles import tile_of
 from fusewright_cpu.run.sources import hash_of
 from fusewright_cpu.target import host_target
 
@@ -36,11 +37,16 @@ def fits(m: int, k: int, dtype: torch.dtype) -> bool:
     return m >= kernel.least and k > 0 and k % kernel.depth == 0 and not kernel.refused(host_target())
 
 
-def kernel_of(dtype: torch.dtype, bias: bool = True, add: bool = False, after: str = "") -> Linear:
-    """Return the kernel for a type of `PACKING`."""
+def kernel_of(
+    dtype: torch.dtype, bias: bool = True, add: bool = False, after: str = "", rows: int = 0, columns: int = 0
+) -> Linear:
+    """Return the kernel for a type of `PACKING`, which wastes least on a result of so many rows and columns."""
     if dtype is torch.bfloat16:
         return AmxLinear(bias, add, after)
-    return VectorLinear(bias, add, after, *VECTOR_TILES.get(host_target().vector_bytes, VECTOR_TILES[64]))
+    target = host_target()
+    tile = tile_of(rows, columns, target) if target.vector_bytes == 64 else None
+    size = VECTOR_TILES.get(target.vector_bytes, VECTOR_TILES[64]) if tile is None else (tile.rows, tile.columns)
+    return VectorLinear(bias, add, after, *size)
 
 
 def takes(op: OpView, operands: Sequence[Value | None], b: Builder) -> bool:
@@ -76,9 +82,9 @@ def launch(
     out: Value, op: OpView, b: Builder,
 ) -> None:  # fmt: skip
     """Emit the launch of a linear, `weight` [n, k], whose `x`, `other` and `out` have the strides that `sizes` tell."""
-    _, n, k, _ = sizes
+    m, n, k, _ = sizes
     dtype = b.spec(x).dtype
-    kernel = kernel_of(dtype, bias is not None, other is not None, after[0])
+    kernel = kernel_of(dtype, bias is not None, other is not None, after[0], m, n)
     values = [x, Value(_packed(weight, PACKING[dtype](n, k, kernel.columns), b).id, None)]
     if bias is not None:
         wide = b.prepare("aten::_to_copy.default", bias, dtype=torch.float32)

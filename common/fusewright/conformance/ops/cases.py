@@ -46,6 +46,7 @@ UNIT = t(3, 4, low=-0.9, high=0.9)
 SPECIAL = given(0.0, -0.0, math.inf, -math.inf, math.nan, 1.0, -1.5, 2.5)
 IMAGE = t(2, 4, 6, 6)
 LAST = t(2, 4, 6, 6, channels_last=True)
+VOLUME = t(2, 3, 5, 6, 7)
 HALF_IMAGE, WEIGHT = t(2, 4, 6, 6, dtype=BF16), t(4, dtype=F32, low=0.5, high=2)
 HEADS = (t(2, 4, 5, 8), t(2, 4, 7, 8), t(2, 4, 7, 8))
 
@@ -363,6 +364,11 @@ CASES: Cases = {
         c(IMAGE, [3, 2], [2, 1], [1, 1], False, True),
         c(IMAGE, [3, 3], [2, 2], [1, 0], False, False, 5),
         c(LAST, [3, 3], [2, 2], [1, 1], True, True),
+    ),
+    "max_pool3d": (
+        c(VOLUME, [2, 2, 2]),
+        c(VOLUME, [3, 3, 3], [2, 2, 2], [1, 1, 1]),
+        c(VOLUME, [2, 3, 2], [1, 2, 2], [1, 1, 0], [2, 1, 3], True),
     ),
     "avg_pool1d": (c(t(2, 4, 9), [2]), c(t(2, 4, 9), [3], [2], [1]), c(t(4, 9), [4], [3], [1], True, False)),
     "adaptive_avg_pool2d": (c(IMAGE, [1, 1]), c(IMAGE, [4, 3])),

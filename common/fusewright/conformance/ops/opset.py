@@ -32,14 +32,14 @@ LEVEL = "C2"
 EXACT = frozenset(
     "cast clone copy where masked_fill masked_fill_tensor neg abs sign sgn round floor ceil trunc relu maximum minimum clamp "
     "clamp_tensor threshold fill fill_tensor full full_like new_full amax amin max_with_indices min_with_indices sort topk "
-    "cummax max_pool2d copysign copysign_scalar fmax fmin constant_pad_nd".split()
+    "cummax max_pool2d max_pool3d copysign copysign_scalar fmax fmin constant_pad_nd".split()
 )
 """Rows that do not round, or round once by a rule: their results equal eager's bits."""
 EXACT_KINDS = (Kind.VIEW, Kind.GATHER, Kind.RANDOM, Kind.CREATION)
 APPROXIMATE = frozenset(("linspace", "logspace"))
 CHOOSING = frozenset(
     "relu maximum minimum clamp clamp_tensor threshold amax amin max_with_indices min_with_indices sort topk cummax max_pool2d "
-    "fmax fmin".split()
+    "max_pool3d fmax fmin".split()
 )
 """Exact rows that may return either of two equal zeros."""
 

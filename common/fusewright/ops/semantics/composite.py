@@ -266,6 +266,12 @@ def avg_pool2d_ref(
     return F.avg_pool2d(x, kernel_size, tuple(stride) or None, padding, ceil_mode, count_include_pad, divisor_override)
 
 
+def max_pool3d_ref(
+    x: Any, kernel_size: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False
+) -> Any:
+    return F.max_pool3d(x, tuple(kernel_size), tuple(stride) or None, padding, dilation, ceil_mode, return_indices=True)
+
+
 def avg_pool1d_ref(
     x: Any,
     kernel_size: Any,

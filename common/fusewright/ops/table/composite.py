@@ -167,6 +167,8 @@ ROWS: tuple[Op, ...] = (
         "largest of each window, and its flat index in the plane", "ONNX MaxPool"),
     _op("avg_pool2d", "aten::avg_pool2d", dt.SELF, sh.pooled(1, 2), m.avg_pool2d_ref, "mean of each window",
         "ONNX AveragePool"),
+    _op("max_pool3d", "aten::max_pool3d_with_indices", _SELF_INT64, sh.pooled(2, 3), m.max_pool3d_ref,
+        "largest of each window, and its flat index in the volume", "ONNX MaxPool"),
     _op("avg_pool1d", "aten::avg_pool1d", dt.SELF, sh.pooled(1, 1), m.avg_pool1d_ref, "mean of each window",
         "ONNX AveragePool"),
     _op("adaptive_avg_pool2d", "aten::_adaptive_avg_pool2d", dt.SELF, sh.resized(2), m.adaptive_avg_pool2d_ref,

@@ -6,8 +6,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 from fusewright.interface import OpView, TensorSpec
@@ -16,7 +18,7 @@ from fusewright.toolkit.lower.movement import out_type
 from fusewright.toolkit.rules.kinds import Check, Evaluator, Map, Table
 from fusewright.toolkit.rules.space import At, Shape, ShapeMismatch, factor_groups, shape_of
 
-MAX_WINDOW = 25
+MAX_WINDOW = 27
 """Largest window that is unrolled, in elements."""
 MAX_WINDOWS = 25
 """The most windows of an element that are added up."""
@@ -143,33 +145,44 @@ def _elements(
         yield from _elements(e, sides, windows, _both(e, inside, there), *chosen, (i, place))
 
 
-def _max_pool(e: Evaluator, op: OpView, k: int, at: At) -> Val:
+def _max_pool(dims: int) -> Callable[[Evaluator, OpView, int, At], Val]:
     """As in eager: in memory order, a NaN or an element larger than all before replaces the maximum."""
-    down, across = sides = _pooled(op, op.out.spec)  # type: ignore[arg-type]
-    image, width, t = shape_of(op.arg("self").spec), across.length, out_type(op)
-    best, place = e.const(-math.inf, t), _first(e, at, sides)
-    for (i, j), source, here in _elements(e, sides, at.dims[-2:]):
-        with _where(e, here):
-            v = e(op.arg("self"), At(image, (*at.dims[:-2], *source)), t)
-        better = e.b.op("or", v > best, e.b.op("isnan", v))
-        better = better if here is None else e.b.op("and", better, here)
-        best = e.b.where(better, v, best)
-        place = e.b.where(better, e.const(i * down.dilation * width + j * across.dilation, "i32"), place)
-    if not k:
-        return best
-    corner = e.b.cast(e.position(down.start(at.dims[-2]) * width + across.start(at.dims[-1])), "i32")
-    return e.b.cast(e.b.op("add", corner, place), "i64")
+
+    def rule(e: Evaluator, op: OpView, k: int, at: At) -> Val:
+        sides, windows = _pooled(op, op.out.spec, dims), at.dims[-dims:]  # type: ignore[arg-type]
+        image, steps, t = shape_of(op.arg("self").spec), _steps(sides), out_type(op)
+        best, place = e.const(-math.inf, t), _first(e, windows, sides)
+        for numbers, source, here in _elements(e, sides, windows):
+            with _where(e, here):
+                v = e(op.arg("self"), At(image, (*at.dims[:-dims], *source)), t)
+            better = e.b.op("or", v > best, e.b.op("isnan", v))
+            better = better if here is None else e.b.op("and", better, here)
+            best = e.b.where(better, v, best)
+            offset = sum(i * side.dilation * step for i, side, step in zip(numbers, sides, steps, strict=True))
+            place = e.b.where(better, e.const(offset, "i32"), place)
+        if not k:
+            return best
+        starts = [side.start(window) * step for side, window, step in zip(sides, windows, steps, strict=True)]
+        corner = e.b.cast(e.position(reduce(operator.add, starts)), "i32")
+        return e.b.cast(e.b.op("add", corner, place), "i64")
+
+    return rule
 
 
-def _first(e: Evaluator, at: At, sides: Sequence[Side]) -> Val:
+def _steps(sides: Sequence[Side]) -> list[int]:
+    """How far neighbours along each dimension are apart in an image, in elements."""
+    return [math.prod(s.length for s in sides[d + 1 :]) for d in range(len(sides))]
+
+
+def _first(e: Evaluator, windows: Sequence[Index], sides: Sequence[Side]) -> Val:
     """The position in the window of its first element inside, which is the result if all are -inf."""
     zero, skipped = e.const(0, "i64"), []
-    for side, window in zip(sides, at.dims[-2:], strict=True):
+    for side, window, step in zip(sides, windows, _steps(sides), strict=True):
         n = e.b.op("maximum", e.b.op("neg", e.position(side.start(window))), zero)
         if side.dilation > 1:
             n = e.b.op("floordiv", n + (side.dilation - 1), e.const(side.dilation, "i64")) * side.dilation
-        skipped.append(n)
-    return e.b.cast(e.b.op("add", skipped[0] * sides[1].length, skipped[1]), "i32")
+        skipped.append(n if step == 1 else n * step)
+    return e.b.cast(reduce(lambda a, b: e.b.op("add", a, b), skipped), "i32")
 
 
 def _max_pool_backward(e: Evaluator, op: OpView, k: int, at: At) -> Val:
@@ -328,7 +341,8 @@ def _few_columns(op: OpView) -> str | None:
 
 
 TABLE: Table = {
-    "max_pool2d": (Map(_max_pool, _small(2), cost=60),),
+    "max_pool2d": (Map(_max_pool(2), _small(2), cost=60),),
+    "max_pool3d": (Map(_max_pool(3), _small(3), cost=60),),
     "max_pool2d_backward": (Map(_max_pool_backward, _few(MAX_MAXIMA), cost=100),),
     "avg_pool1d": (Map(_avg_pool(1), _small(1), cost=20),),
     "avg_pool2d": (Map(_avg_pool(2), _small(2), cost=60),),

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from fusewright_cpu.kernels.by_hand import VECTOR_TILES, VectorLinear
 from fusewright_cpu.kernels.vector_linear import packed
+from fusewright_cpu.onednn import own, tiles
 from fusewright_cpu.run.codegen import kernels_to_text, to_object
 from fusewright_cpu.run.sources import from_json, hash_of, to_json
 from fusewright_cpu.target import host_target, target_machine, x86_target
@@ -27,7 +28,8 @@ def linear(bias: bool = False, add: bool = False, after: str = "") -> VectorLine
 
 
 here = pytest.mark.skipif(bool(linear().refused(host_target())), reason="this CPU has neither AVX2 with FMA nor AVX-512")
-KERNELS = [linear(a.bias, a.add, a.after) for a in KINDS]
+TILES = [t for t in tiles.TILES.get(host_target().vector_bytes, ()) if host_target().vector_bytes == 64]
+KERNELS = [linear(a.bias, a.add, a.after) for a in KINDS] + [VectorLinear(True, False, "", t.rows, t.columns) for t in TILES]
 
 
 def assert_exact(a: VectorLinear, m: int, n: int, k: int, apart: int = 0, x: torch.Tensor | None = None) -> torch.Tensor:
@@ -89,6 +91,13 @@ def test_targets(isa: str) -> None:
     text, symbols = kernels_to_text({hash_of(a): a}, target, parallel=True)
     assert to_object(text, target_machine(target))
     assert "GOMP_parallel" in symbols
+
+
+def test_the_tile_wastes_few_columns() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(own, "host_target", lambda: x86_target("avx512"))
+        found = {n: own.kernel_of(torch.float32, rows=784, columns=n).columns for n in (32, 64, 96, 128, 160, 768)}
+    assert found == {32: 32, 64: 64, 96: 48, 128: 64, 160: 32, 768: 48}
 
 
 def test_json() -> None:

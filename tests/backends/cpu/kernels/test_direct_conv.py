@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from fusewright_cpu.kernels.by_hand import DirectConv
 from fusewright_cpu.kernels.direct_conv import packed
-from fusewright_cpu.onednn.conv.direct import TILES, tile_of
+from fusewright_cpu.onednn.tiles import TILES, tile_of
 from fusewright_cpu.run.codegen import kernels_to_text, to_object
 from fusewright_cpu.run.sources import from_json, hash_of, to_json
 from fusewright_cpu.target import host_target, target_machine, x86_target

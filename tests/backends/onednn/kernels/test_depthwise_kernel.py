@@ -26,7 +26,10 @@ KINDS = [
         (3, 1, 7, "clamp", "clamp"), (3, 2, 4, "relu", ""), (5, 1, 5, "", "silu"), (5, 2, 8, "hardswish", "hardswish"),
         (2, 3, 4, "silu", "relu"),
     )
-] + [Depthwise("f32", (1, 3), (1, 1), 4), Depthwise("bf16", (5, 3), (2, 1), 4, "relu", "relu")]  # fmt: skip
+] + [
+    Depthwise("f32", (1, 3), (1, 1), 4), Depthwise("bf16", (5, 3), (2, 1), 4, "relu", "relu"),
+    Depthwise("f32", (7, 7), (1, 1), 7, "relu", "clamp"), Depthwise("bf16", (7, 6), (2, 2), 5, "", "silu"),
+]  # fmt: skip
 LIMITS = (-0.5, 0.75)
 OPS = {
     "": lambda x: x,

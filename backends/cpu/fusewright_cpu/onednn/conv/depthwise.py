@@ -25,8 +25,11 @@ from fusewright_cpu.onednn.patterns import POST_OPS, folds_batch_norm, is_packed
 from fusewright_cpu.run.sources import hash_of
 from fusewright_cpu.target import CpuTarget, host_target
 
-MOST_TAPS = 25
-"""The largest window: the code for a pixel is unrolled over it."""
+MOST_COLUMNS = 13
+"""The widest window: the code for a pixel is unrolled over its columns, and of wider ones oneDNN leaves out what is outside of the
+image."""
+FEW_TAPS = 25
+"""Windows up to 5x5, of which a pass over memory costs more than what the kernel may lose."""
 ACTIVATIONS = frozenset({"relu", "clamp", "silu", "hardswish"})
 
 
@@ -78,8 +81,8 @@ def _fits(m: Match, b: Builder) -> bool:
         return False
     one_by_one = op.arg("groups") == x.shape[1] == weight.shape[0] and weight.shape[1] == 1
     typed = x.dtype in (torch.float32, torch.bfloat16) and len({v.spec.dtype for v in op.inputs() if v.spec is not None}) == 1
-    taps = math.prod(weight.shape[2:])  # type: ignore[arg-type]
-    plain = one_by_one and typed and set(op.arg("dilation")) == {1} and 1 < taps <= MOST_TAPS
+    window: tuple[int, ...] = weight.shape[2:]  # type: ignore[assignment]
+    plain = one_by_one and typed and set(op.arg("dilation")) == {1} and math.prod(window) > 1 and window[-1] <= MOST_COLUMNS
     return plain and b.is_const(op.arg("bias")) and not _kernel(m, host_target()).refused(host_target())
 
 
@@ -139,12 +142,14 @@ def _pays(m: Match, b: Builder) -> bool:
     before, after = m.get("before"), m.get("after")
     made = b.graph.producer(_image(m))
     in_front = made is not None and made.op in ("conv", "batch_norm")
-    if m.get("pad") is not None or not _rides(after, b) or not (_rides(before, b) and (before is None or in_front)):
+    apart = not _rides(after, b)
+    saves = m.get("pad") is not None or apart or not (_rides(before, b) and (before is None or in_front))
+    if saves and math.prod(_sizes(m.anchor.arg("weight"))[2:]) <= FEW_TAPS:
         return True
     shape = _sizes(_image(m))
     x = TensorSpec(shape, channels_last_strides(shape), spec_of(_image(m)).dtype)
     kernel, sizes = _kernel(m, host_target()), _geometry(m, x)
-    return choices.depthwise_form(b.ctx, kernel, sizes, pair(m.anchor, "padding"), _both_limits(m), b.built) == "kernel"
+    return choices.depthwise_form(b.ctx, kernel, sizes, pair(m.anchor, "padding"), _both_limits(m), b.built, apart) == "kernel"
 
 
 def _rides(activation: OpView | None, b: Builder) -> bool:

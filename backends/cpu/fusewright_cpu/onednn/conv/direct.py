@@ -8,7 +8,6 @@ in another pass; and torch's dispatcher takes longer than a small convolution.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,40 +26,14 @@ from fusewright_cpu.onednn.conv import pointwise
 from fusewright_cpu.onednn.conv.depthwise import pair
 from fusewright_cpu.onednn.folding import folded
 from fusewright_cpu.onednn.patterns import POST_OPS, folds_batch_norm, is_packed, other_of
+from fusewright_cpu.onednn.tiles import tile_of
 from fusewright_cpu.run.sources import hash_of
-from fusewright_cpu.target import CpuTarget, host_target
+from fusewright_cpu.target import host_target
 
 FEW_OF_LARGE = 2
 """The most pixels that a weight out of the caches is read for without packing: with more, oneDNN's products may be faster."""
 LEAST = 8
 """The least channels of a group: below, oneDNN's kernels, which take several pixels of a row as one run, are faster."""
-
-
-@dataclass(frozen=True)
-class Tile:
-    """Pixels and channels of a block, and how long its products take relative to the best."""
-
-    rows: int
-    columns: int
-    cost: float = 1.0
-
-
-TILES = {
-    # 2-core AMD Zen 3, 2026-11-25: docs/studies/onednn.md
-    32: (Tile(6, 16), Tile(4, 24, 1.1), Tile(4, 16, 1.1)),
-    # Not timed; all fill 24 of the 32 registers with sums
-    64: (Tile(8, 48), Tile(12, 32), Tile(6, 64)),
-}
-"""Blocks of sums that fit in registers, by the bytes of one."""
-
-
-def tile_of(pixels: int, channels: int, target: CpuTarget) -> Tile | None:
-    """Return the tile that wastes least on a result of so many pixels and channels of a group, or None."""
-
-    def work(t: Tile) -> float:
-        return math.ceil(pixels / t.rows) * t.rows * math.ceil(channels / t.columns) * t.columns * t.cost
-
-    return min((t for t in TILES.get(target.vector_bytes, ()) if t.rows <= pixels), key=work, default=None)
 
 
 def _shape(value: Any) -> tuple[int, ...]:

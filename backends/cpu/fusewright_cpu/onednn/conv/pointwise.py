@@ -75,7 +75,7 @@ def after(m: Match) -> tuple[str, tuple[float, ...]]:
 def _pays(m: Match, b: Builder) -> bool:
     x, out = spec_of(m.anchor.arg("input")), spec_of(m.anchor.out)
     name, scalars = after(m)
-    kernel = own.kernel_of(x.dtype, True, m.get("add") is not None, name)
+    kernel = own.kernel_of(x.dtype, True, m.get("add") is not None, name, _rows(x), hint(out.shape[1]))
     unary = m.get("unary")
     apart = unary is not None and (not POST_OPS[unary.op].exact and not b.ctx.options["finite_math"])
     image = tuple(map(hint, x.shape))
