@@ -100,5 +100,6 @@ def recurrence(
     i, j, t = b.axes
     at, state = i * (steps * inner) + t * inner + j, compute_type(dtype)
     before = b.cast(b.load(h, i * inner + j), state) if first is None else b.const(first, state)
-    b.store(out, at, b.cast(b.recurrence(b.cast(b.load(a, at), state), b.cast(b.load(x, at), state), before), dtype))
+    factor, summand = b.cast(b.load(a, at), state), b.cast(b.load(x, at), state)
+    b.store(out, at, b.cast(b.recurrence(before, lambda h: factor * h + summand), dtype))
     return b.build()

@@ -263,6 +263,16 @@ def _single(op: OpView) -> str | None:
     return "fp64" if op.out.spec is not None and op.out.spec.dtype == torch.float64 else None
 
 
+_OF_STEPS: Mapping[str, Formula] = {"logaddexp": _logaddexp, "relu": _relu}
+
+
+def stepped(b: Builder, name: str, *args: Val) -> Val:
+    """A row on floats, as a step of a recurrence calls it."""
+    if (code := _OF_STEPS.get(name)) is not None:
+        return code(b, None, *args)
+    return b.op(name.removesuffix("_scalar"), *args)
+
+
 # ---- comparisons and logic ----
 
 
