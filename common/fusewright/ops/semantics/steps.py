@@ -19,6 +19,7 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "minimum": torch.minimum, "logaddexp": torch.logaddexp, "neg": torch.neg, "abs": torch.abs, "relu": torch.relu,
     "exp": torch.exp, "expm1": torch.expm1, "log": torch.log, "log1p": torch.log1p, "sqrt": torch.sqrt,
     "reciprocal": torch.reciprocal, "tanh": torch.tanh, "sigmoid": torch.sigmoid, "where": torch.where,
+    "rsub": torch.rsub, "clamp": torch.clamp, "lerp": torch.lerp, "lerp_scalar": torch.lerp, "pow_scalar": torch.pow,
     **{f"{name}{s}": getattr(torch, name) for name in ("lt", "le", "gt", "ge", "eq", "ne") for s in ("", "_scalar")},
 }  # fmt: skip
 """What a step may call, by row."""
@@ -128,7 +129,7 @@ def _gradients(ctx: Any, grad: Any) -> tuple[Any, ...]:
         later = torch.cat([c.narrow(dim, 1, steps - 1), torch.zeros_like(c.narrow(dim, 0, 1))], dim)
         d = linear_scan_op(later.flip([dim]), grad.flip([dim]).to(c.dtype), None, dim).flip([dim])
         first, *of_columns = _wrt(after, given, d)
-    wanted = [summed(g, t) for g, t in zip(of_columns, (x, *others), strict=True)]
+    wanted = [summed(g, t) if t.is_floating_point() else None for g, t in zip(of_columns, (x, *others), strict=True)]
     return wanted[0], wanted[1:], summed(first.select(dim, 0), initial), None, None
 
 

@@ -205,7 +205,7 @@ def _pointwise_recurrence(r: RowContext, op: OpView) -> tuple[Val, ...]:
     given = {name: r.x(x, t) for name, x in zip(*_operands(op), strict=True)}
 
     def call(name: str, *args: Val | float) -> Val:
-        return stepped(r.b, name, *(x if isinstance(x, Val) else r.b.const(x, t) for x in args))
+        return stepped(r.b, t, name, *args)
 
     return (r.b.recurrence(r.e(op.arg("initial"), r.row, t), lambda h: evaluated(step, {**given, "h": h}, call)),)
 
