@@ -162,8 +162,8 @@ class _Linear(Scanned):
     @classmethod
     def of(cls, r: Rewriter, chain: Sequence[Any], place: dict[Node, int], inside: frozenset[Node]) -> _Linear | None:
         """The chain in the graph as it is now: rewrites of earlier chains may have changed what it reads."""
-        found = [next((s for s in _steps(old.node) if s.form == old.form), None) for old in chain]
-        return None if None in found else cls(r, found, place, inside)
+        found = [s for old in chain for s in _steps(old.node) if s.form == old.form]
+        return cls(r, found, place, inside) if len(found) == len(chain) else None
 
     def scan(self, operands: tuple[Node, ...], before: Node | None, dim: int) -> Node:
         return self.r.call("linear_scan", (*operands, before, dim))
@@ -225,8 +225,9 @@ class _Pointwise(Scanned):
     @classmethod
     def of(cls, r: Rewriter, chain: Sequence[Any], place: dict[Node, int], inside: frozenset[Node]) -> _Pointwise | None:
         """The chain in the graph as it is now."""
-        found = [as_step(old.node, old.form, len(old.operands)) for old in chain]
-        return None if None in found else cls(r, found, place, inside)
+        read = (as_step(old.node, old.form, len(old.operands)) for old in chain)
+        found = [s for s in read if s is not None]
+        return cls(r, found, place, inside) if len(found) == len(chain) else None
 
     def _alike(self) -> bool:
         """Whether all steps compute in the type and shape of the states, and only types that convert to it exactly take part."""
