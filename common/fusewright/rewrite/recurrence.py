@@ -24,7 +24,7 @@ from fusewright.graph.view import is_op
 from fusewright.interface import RuleLog
 from fusewright.rewrite.engine import READER, Rewriter
 from fusewright.rewrite.scanned import Found, Operands, Scanned, converts, is_like, own
-from fusewright.rewrite.steps import Pointwise, as_step, is_truth, pointwise_steps
+from fusewright.rewrite.steps import Pointwise, Steps, as_step, is_truth
 from fusewright.rewrite.unrolled import LEAST_STEPS, private
 
 ID = "loop.recurrence"
@@ -52,12 +52,15 @@ class Linear:
 
 
 Chain: TypeAlias = "list[Linear] | list[Pointwise]"
+Key: TypeAlias = "tuple[Node, int | str]"
+"""The last node of a step, and how that is written."""
 
 
 def recur(graph: Graph, log: RuleLog, kept: Collection[str] = ()) -> None:
     """Compute the states of recurrences at once, in place, in a canonical graph. Chains whose last node is named in `kept` stay."""
-    refused = set[tuple[str, int | str]]()
-    chains = [] if ID in log.disabled else _chains(graph, kept, refused)
+    found = {} if ID in log.disabled else _steps_of(graph)
+    refused = set[Key]()
+    chains = list(_chains(found, kept, refused))
     if not chains:
         return
     r, place, hits = Rewriter(graph, log), {n: k for k, n in enumerate(graph.nodes)}, log.hits[ID]
@@ -69,14 +72,16 @@ def recur(graph: Graph, log: RuleLog, kept: Collection[str] = ()) -> None:
             if not r.changes_before(chain[-1].node) and log.allows(ID) and _replaced(r, chain, place, inside):
                 log.hit(ID)
             else:
-                *steps, _, last = ((s.node.name, s.form) for s in chain)  # only the last step may read something else
+                *steps, _, last = ((s.node, s.form) for s in chain)  # only the last step may read something else
                 refused.update((*steps, last))
         drop_dead_code(graph)
         if log.hits[ID] > before[0]:
             refused.clear()
         elif len(refused) == before[1]:
             break
-        chains = [c for c in _chains(graph, kept, refused) if place.keys() >= own(c)]
+        left = set(graph.nodes)
+        found = {key: item for key, item in found.items() if left.issuperset(own([item[1]]))}
+        chains = list(_chains(found, kept, refused))
         if not chains:
             break
     if log.hits[ID] > hits and "cse" not in log.disabled:
@@ -95,31 +100,30 @@ def _replaced(r: Rewriter, chain: Chain, place: dict[Node, int], inside: frozens
 # ---- which nodes are steps ----
 
 
-def _chains(graph: Graph, kept: Collection[str], refused: Collection[tuple[str, int | str]]) -> list[Chain]:
-    """The longest chains of at least `LEAST_STEPS` steps that are written alike and share none; linear ones first."""
-    found: dict[tuple[Node, int | str], tuple[int, Any]] = {}
-    often = Counter(n.target for n in graph.nodes if n.op == "call_function")
+def _steps_of(graph: Graph) -> dict[Key, tuple[int, Any]]:
+    """The steps that nodes can be read as, by how they are written, and the length of the chain that each ends."""
+    found: dict[Key, tuple[int, Any]] = {}
+    often, reader = Counter(n.target for n in graph.nodes if n.op == "call_function"), Steps()
     for node in graph.nodes:
         if node.op != "call_function" or often[node.target] < LEAST_STEPS:
             continue
         for step in _steps(node):
             found[node, step.form] = 1 + found.get((step.before, step.form), (0,))[0], step
-        for s in pointwise_steps(node):
+        for s in reader.after_others(node):
             key = s.before, s.form
             if key not in found and (first := as_step(s.before, s.form, len(s.operands))) is not None:
                 found[key] = 1, first
             found[node, s.form] = 1 + found.get(key, (0,))[0], s
-    return list(_disjoint(found, kept, refused))
+    return found
 
 
-def _disjoint(
-    found: dict[tuple[Node, int | str], tuple[int, Any]], kept: Collection[str], refused: Collection[tuple[str, int | str]]
-) -> Iterator[Chain]:
+def _chains(found: dict[Key, tuple[int, Any]], kept: Collection[str], refused: Collection[Key]) -> Iterator[Chain]:
+    """The longest chains of at least `LEAST_STEPS` steps that are written alike and share none; linear ones first."""
     nodes, inner = set[Node](), set[Node]()  # of chains that were found
     for (node, form), (length, _) in sorted(found.items(), key=lambda item: (-item[1][0], isinstance(item[0][1], str))):
         if length < LEAST_STEPS:
             return
-        if node.name in kept or (node.name, form) in refused:
+        if node.name in kept or (node, form) in refused:
             continue
         chain: list[Any] = []
         while (node, form) in found and node not in nodes | inner and nodes.isdisjoint((step := found[node, form][1]).inner):

@@ -5,7 +5,7 @@ A step is written as text (`ops.semantics.steps`), so that steps are alike if th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,16 +40,57 @@ class Pointwise:
     form: str
 
 
-def pointwise_steps(node: Node) -> Iterator[Pointwise]:
-    """The ways to read a node as a step that follows an earlier one."""
-    if not callable_by_step(node, value_of(node)) or is_truth(value_of(node)):
-        return
-    found = _reached(node)
-    befores = [n for n in found if n is not node and n.target is node.target and not is_truth(value_of(n))]
-    for before in befores[:NEAREST]:
-        step = _Reading(node, before, set(found)).step()
-        if step is not None and step.form != RESIDUAL:
-            yield step
+@dataclass
+class Steps:
+    """Reads the nodes of one graph, each once."""
+
+    kinds: list[torch.Tensor] = field(default_factory=list)
+    """A state of each type, shape and device."""
+    kind_of: dict[Node, tuple[int, bool] | None] = field(default_factory=dict)
+    """Which of them a call is like, and whether it compares such; None if a step cannot have the call."""
+
+    def after_others(self, node: Node) -> Iterator[Pointwise]:
+        """The ways to read a node as a step that follows an earlier one."""
+        found = self._reached(node)
+        befores = [n for n in found if n is not node and n.target is node.target]
+        for before in befores[:NEAREST]:
+            step = _Reading(node, before, found).step()
+            if step is not None and step.form != RESIDUAL:
+                yield step
+
+    def _reached(self, node: Node) -> dict[Node, None]:
+        """The node and what it is computed from by calls that steps may have, the nearest first."""
+        kind = self.kind(node)
+        if kind is None or kind[1]:
+            return {}
+        found, todo = {node: None}, [node]
+        for n in todo:
+            for source in n.all_input_nodes:
+                if source not in found and len(found) <= MOST_CALLS and (k := self.kind(source)) is not None and k[0] == kind[0]:
+                    found[source] = None
+                    todo.append(source)
+        return found
+
+    def kind(self, node: Node) -> tuple[int, bool] | None:
+        if node not in self.kind_of:
+            self.kind_of[node] = self._kind(node)
+        return self.kind_of[node]
+
+    def _kind(self, node: Node) -> tuple[int, bool] | None:
+        v = value_of(node) if is_op(node) else None
+        if not isinstance(v, torch.Tensor) or v.layout is not torch.strided or _call(node) is None:
+            return None
+        truth = is_truth(v)
+        like = value_of(next((n for n in node.all_input_nodes if not is_truth(value_of(n))), node)) if truth else v
+        if not isinstance(like, torch.Tensor) or not like.is_floating_point():
+            return None
+        for k, x in enumerate(self.kinds):
+            if x.dtype == like.dtype and x.device == v.device and has(x, x, v.shape):
+                return k, truth
+        if truth:
+            return None
+        self.kinds.append(v)
+        return len(self.kinds) - 1, truth
 
 
 def as_step(node: Any, form: str, count: int) -> Pointwise | None:
@@ -63,28 +104,8 @@ def as_step(node: Any, form: str, count: int) -> Pointwise | None:
     return None if None in operands else Pointwise(node, bound["h"], operands, own, form)
 
 
-def callable_by_step(node: Any, like: Any) -> bool:
-    """Whether a step may call a node: the row has a function, and the result is like the state or compares such."""
-    if not isinstance(node, Node) or not is_op(node) or not isinstance(like, torch.Tensor):
-        return False
-    v = value_of(node)
-    if not isinstance(v, torch.Tensor) or not has(v, v, like.shape) or v.device != like.device or v.layout is not torch.strided:
-        return False
-    return ((v.dtype == like.dtype and v.is_floating_point()) or is_truth(v)) and _call(node) is not None
-
-
 def is_truth(v: Any) -> bool:
     return isinstance(v, torch.Tensor) and v.dtype is torch.bool
-
-
-def _reached(node: Node) -> list[Node]:
-    """The node and what it is computed from by calls that steps may have, the nearest first."""
-    found, like = [node], value_of(node)
-    for n in found:
-        for source in n.all_input_nodes:
-            if source not in found and callable_by_step(source, like) and len(found) <= MOST_CALLS:
-                found.append(source)
-    return found
 
 
 def _call(node: Node) -> Expr | None:
@@ -109,7 +130,7 @@ class _Reading:
 
     node: Node
     before: Node
-    within: set[Node]
+    within: Mapping[Node, None]
     operands: list[Any] = field(default_factory=list)
     inner: list[Node] = field(default_factory=list)
     known: dict[Node, bool] = field(default_factory=dict)
