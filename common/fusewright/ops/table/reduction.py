@@ -111,7 +111,7 @@ ROWS: tuple[Op, ...] = (
         "Blelloch, Prefix Sums and Their Applications, 1990, section 1.4", in_steps),
     _scan("pointwise_scan", "fusewright::pointwise_scan", dt.dtype_of("initial"), sh.shape_of("x"), pointwise_scan,
         "h[t] = step(h[t - 1], x[t], ...) along dim, from initial; step is an expression of pointwise rows",
-        "", steps.in_steps),
+        "Python itertools.accumulate", steps.in_steps),
     _scan("cummax", "aten::cummax", _VALUES_INDICES, sh.shape_of("self", 2), torch.cummax,
         "running maximum along dim, and where"),
     _scan("logcumsumexp", "aten::logcumsumexp", dt.SELF, sh.SAME, torch.logcumsumexp,
