@@ -8,7 +8,7 @@ those before it, each is a scan. The steps run in order and round as eager's do;
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -30,8 +30,9 @@ from fusewright.rewrite.unrolled import LEAST_STEPS, private
 ID = "loop.recurrence"
 """The rule's id in reports, and for `disable_rules`."""
 
-ROUNDS = 8
-"""How often chains are looked for: one that became a scan may give others their operands, and one that did not may hide others."""
+MISSES = 5
+"""Chains are looked for until that often none became a scan: one that did may give others their operands, and one that did not may
+hide others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +64,13 @@ def recur(graph: Graph, log: RuleLog, kept: Collection[str] = ()) -> None:
     chains = list(_chains(found, kept, refused))
     if not chains:
         return
+    forms = defaultdict[Node, list[int | str]](list)  # what turns round in a chain is the same loop from another node
+    for node, form in found:
+        forms[node].append(form)
     r, place, hits = Rewriter(graph, log), {n: k for k, n in enumerate(graph.nodes)}, log.hits[ID]
-    for _ in range(ROUNDS):
-        before = log.hits[ID], len(refused)
+    misses = 0
+    while misses < MISSES:
+        before = log.hits[ID]
         inside = private({n for c in chains for n in own(c)}, r)
         for chain in sorted(chains, key=lambda chain: place[chain[0].node]):
             # its pieces are read at the first step, which a write before the last one would make a difference to
@@ -74,11 +79,11 @@ def recur(graph: Graph, log: RuleLog, kept: Collection[str] = ()) -> None:
             else:
                 *steps, _, last = ((s.node, s.form) for s in chain)  # only the last step may read something else
                 refused.update((*steps, last))
+                refused.update((n, f) for n in {n for s in chain for n in s.inner} - {s.node for s in chain} for f in forms[n])
         drop_dead_code(graph)
-        if log.hits[ID] > before[0]:
+        if log.hits[ID] > before:
             refused.clear()
-        elif len(refused) == before[1]:
-            break
+        misses = 0 if log.hits[ID] > before else misses + 1
         left = set(graph.nodes)
         found = {key: item for key, item in found.items() if left.issuperset(own([item[1]]))}
         chains = list(_chains(found, kept, refused))

@@ -49,12 +49,15 @@ class Steps:
     kind_of: dict[Node, tuple[int, bool] | None] = field(default_factory=dict)
     """Which of them a call is like, and whether it compares such; None if a step cannot have the call."""
 
+    calls: dict[Node, Expr | None] = field(default_factory=dict)
+    """Calls as expressions."""
+
     def after_others(self, node: Node) -> Iterator[Pointwise]:
         """The ways to read a node as a step that follows an earlier one."""
         found = self._reached(node)
         befores = [n for n in found if n is not node and n.target is node.target]
         for before in befores[:NEAREST]:
-            step = _Reading(node, before, found).step()
+            step = _Reading(node, before, found, self.calls).step()
             if step is not None and step.form != RESIDUAL:
                 yield step
 
@@ -78,7 +81,10 @@ class Steps:
 
     def _kind(self, node: Node) -> tuple[int, bool] | None:
         v = value_of(node) if is_op(node) else None
-        if not isinstance(v, torch.Tensor) or v.layout is not torch.strided or _call(node) is None:
+        if not isinstance(v, torch.Tensor) or v.layout is not torch.strided:
+            return None
+        self.calls[node] = call = _call(node)
+        if call is None:
             return None
         truth = is_truth(v)
         like = value_of(next((n for n in node.all_input_nodes if not is_truth(value_of(n))), node)) if truth else v
@@ -131,6 +137,7 @@ class _Reading:
     node: Node
     before: Node
     within: Mapping[Node, None]
+    known_calls: Mapping[Node, Expr | None]
     operands: list[Any] = field(default_factory=list)
     inner: list[Node] = field(default_factory=list)
     known: dict[Node, bool] = field(default_factory=dict)
@@ -160,7 +167,7 @@ class _Reading:
             return n
         if not self.follows(n):
             return self.operand(n, truth)
-        call = _call(n)
+        call = self.known_calls[n]
         self.calls += 1
         if not isinstance(call, tuple) or self.calls > MOST_CALLS or (is_truth(value_of(n)) != truth and not root):
             return None
