@@ -91,6 +91,18 @@ def cumsum(rows: int = 64, cols: Extent = 10000, dtype: DType = "f32") -> Kernel
     return b.build()
 
 
+def decayed_maximum(rows: int = 6, steps: Extent = 37, inner: int = 5) -> Kernel:
+    """m[t] = max(m[t - 1] + a, b[t]) and, from the same state, n[t] = tanh(n[t - 1] * m[t]): one step reads another's state."""
+    b = Builder("decayed_maximum", p=[rows, inner], r=[steps], symbols=hints(steps))
+    a, x, out, second = b.input("a", "f32"), b.input("b", "f32"), b.output("out", "f32"), b.output("second", "f32")
+    i, j, t = b.axes
+    decay, here, first = b.load(a, j), b.load(x, i * (steps * inner) + t * inner + j), b.const(-1e38, "f32")
+    top = b.recurrence(first, lambda m: b.op("maximum", m + decay, here))
+    b.store(out, i * (steps * inner) + t * inner + j, top)
+    b.store(second, i * (steps * inner) + t * inner + j, b.recurrence(first, lambda n: b.op("tanh", n * top)))
+    return b.build()
+
+
 def recurrence(
     outer: int = 6, steps: Extent = 37, inner: int = 5, dtype: DType = "f32", first: float | None = None
 ) -> Kernel:
@@ -100,5 +112,6 @@ def recurrence(
     i, j, t = b.axes
     at, state = i * (steps * inner) + t * inner + j, compute_type(dtype)
     before = b.cast(b.load(h, i * inner + j), state) if first is None else b.const(first, state)
-    b.store(out, at, b.cast(b.recurrence(b.cast(b.load(a, at), state), b.cast(b.load(x, at), state), before), dtype))
+    factor, summand = b.cast(b.load(a, at), state), b.cast(b.load(x, at), state)
+    b.store(out, at, b.cast(b.recurrence(before, lambda h: factor * h + summand), dtype))
     return b.build()

@@ -81,7 +81,12 @@ def drop_dead_code(graph: Graph) -> None:
 
 def has_writes(graph: Graph) -> bool:
     """Whether the graph writes anything in place."""
-    return any(writes(n) for n in graph.nodes)
+    return first_write(graph) is not None
+
+
+def first_write(graph: Graph) -> Node | None:
+    """The first node that writes in place; inputs are written last, once all else is computed."""
+    return next((n for n in graph.nodes if writes(n)), None)
 
 
 def may_share(node: Node) -> bool:

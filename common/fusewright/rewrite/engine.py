@@ -16,7 +16,7 @@ from torch.fx import Graph, Node
 
 from fusewright import _torch_compat as compat
 from fusewright import ops
-from fusewright.graph.effects import drop_dead_code, exposed, has_writes
+from fusewright.graph.effects import drop_dead_code, exposed, first_write
 from fusewright.graph.spec import value_of
 from fusewright.interface import RuleLog
 from fusewright.toolkit.region.pattern import ANY, Env, P, matches, p
@@ -80,7 +80,12 @@ class Rewriter:
         (output,) = self.graph.find_nodes(op="output")
         self.returned = frozenset(output.all_input_nodes)
         self.exposed = exposed(self.graph)
-        self.has_writes = has_writes(self.graph)  # asked once: no rule adds a write, and each copy asks
+        self.first_write = first_write(self.graph)  # asked once: no rule adds a write, and each copy asks
+        self.has_writes = self.first_write is not None
+
+    def changes_before(self, node: Node) -> bool:
+        """Whether something is written before a node, so that what earlier nodes read might not be what it would read."""
+        return self.first_write is not None and self.first_write < node
 
     def call(
         self, name: str, args: tuple[Any, ...], like: Node | None = None, kwargs: dict[str, Any] | None = None

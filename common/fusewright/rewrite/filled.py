@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 
 from fusewright import _torch_compat as compat
 from fusewright import ops
-from fusewright.graph.effects import drop_dead_code, has_writes
+from fusewright.graph.effects import drop_dead_code
 from fusewright.graph.spec import arguments, extent, value_of
 from fusewright.graph.view import is_op
 from fusewright.interface import RuleLog
@@ -40,12 +40,12 @@ class Write:
 
 def fill(graph: Graph, log: RuleLog) -> None:
     """Join the pieces of tensors that are filled step by step, in place, in a canonical graph."""
-    if ID in log.disabled or sum(map(_writes, graph.nodes)) < LEAST_STEPS or has_writes(graph):
+    if ID in log.disabled or sum(map(_writes, graph.nodes)) < LEAST_STEPS:
         return
     r = Rewriter(graph, log)
     for node in [n for n in graph.nodes if _writes(n) and not _continues(n)]:
         writes = sorted(_chain(node), key=lambda w: w.start)
-        if len(writes) < LEAST_STEPS or not _whole(writes) or not log.allows(ID):
+        if len(writes) < LEAST_STEPS or not _whole(writes) or r.changes_before(node) or not log.allows(ID):
             continue
         try:
             with graph.inserting_before(node):

@@ -16,9 +16,8 @@ from fusewright import _torch_compat as compat
 from fusewright.capture import direct
 from fusewright.graph.canonicalize import canonicalize
 from fusewright.graph.cse import merge_common
-from fusewright.graph.view import is_op
 from fusewright.interface import RuleLog
-from fusewright.rewrite import associative, filled, recurrence, unrolled
+from fusewright.rewrite import associative, filled, recurrence, scanned, unrolled
 from fusewright.rewrite.engine import READER, Rewriter
 from fusewright.rewrite.rules import RULES
 
@@ -98,7 +97,7 @@ def _rolled(recorded: Graph, rules: RuleLog) -> Graph | None:
         recurrence.recur(graph, tried, kept)
         filled.fill(graph, tried)
         unrolled.roll(graph, tried)
-        single = {n.meta.get(recurrence.CHAIN, "") for n in graph.nodes if _in_pieces(n)}
+        single = {n.meta.get(scanned.CHAIN, "") for n in graph.nodes if _in_pieces(n)}
         if not single:
             break
         if single <= kept:  # a tree, whose rule knows no chains
@@ -118,6 +117,6 @@ def _copy(graph: Graph) -> Graph:
 
 def _in_pieces(node: Node) -> bool:
     """Whether many single states of a scan are read."""
-    if not is_op(node) or READER.name(node) != "linear_scan":
+    if not unrolled.is_scan(node):
         return False
     return sum(READER.name(u) == "select" for u in node.users) >= unrolled.LEAST_STEPS

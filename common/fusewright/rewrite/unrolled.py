@@ -6,6 +6,7 @@ same tensors, their operands are joined instead of their results. The product of
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -44,18 +45,39 @@ def _joins(node: Node) -> bool:
 def _rolled(r: Rewriter, node: Node, env: Env) -> Node | None:
     """Join the operands of the steps instead of their results."""
     steps = tuple(env["steps"])
-    if r.has_writes or len(steps) < LEAST_STEPS or not all(isinstance(n, Node) and READER.name(n) for n in steps):
+    if r.changes_before(node) or len(steps) < LEAST_STEPS or not all(isinstance(n, Node) and READER.name(n) for n in steps):
         return None
-    loop = Loop(r, len(steps))
+    loop, start = Loop(r, len(steps)), node.prev
     found = loop.roll(steps, frozenset({node}))
     if found is None or not (loop.gains or _of_recurrence(steps[1:])):
-        return None
+        while node.prev is not start:
+            r.graph.erase_node(node.prev)
+        loop = Loop(r, len(steps), inside=private({node}, r))  # what is read twice on the way is computed at once if all is
+        found = loop.roll(steps, frozenset({node}))
+        if found is None or loop.joined or not loop.called:
+            return None
     return _laid_out(r, found, node)
+
+
+def private(own: set[Node], r: Rewriter) -> frozenset[Node]:
+    """`own`, and the nodes that nobody but these reads, directly or not."""
+    found, todo = set(own), list(own)
+    while todo:
+        for n in todo.pop().all_input_nodes:
+            if n not in found and n.op == "call_function" and n not in r.returned and found.issuperset(n.users):
+                found.add(n)
+                todo.append(n)
+    return frozenset(found)
 
 
 def _of_recurrence(steps: tuple[Node, ...]) -> bool:
     """Whether the steps are states that a scan has joined already."""
-    return all(READER.name(_source(n)) == "linear_scan" for n in steps)
+    return all(is_scan(_source(n)) for n in steps)
+
+
+def is_scan(node: Node) -> bool:
+    """Whether a node computes the states of a recurrence."""
+    return is_op(node) and READER.name(node) in ("linear_scan", "pointwise_scan")
 
 
 def _laid_out(r: Rewriter, found: Node, node: Node) -> Node | None:
@@ -94,6 +116,8 @@ class Loop:
     """Products and reductions among them."""
     joined: int = 0
     """Operands that are joined from the values of the steps."""
+    inside: frozenset[Node] = frozenset()
+    """Nodes that only what is computed at once reads."""
     made: dict[tuple[Node, ...], Node] = field(default_factory=dict)
 
     @property
@@ -104,7 +128,8 @@ class Loop:
     def roll(self, steps: tuple[Node, ...], readers: frozenset[Node], depth: int = 0) -> Node | None:
         """All `steps` as one value with them as its first dimension. `readers` are computed from it instead."""
         if steps not in self.made:
-            found = self._pieces(steps) or self._states_after(steps) or self._computed(steps, readers, depth)
+            found = self._pieces(steps) or self._states_after(steps) or self._projected(steps, readers, depth)
+            found = found or self._computed(steps, readers, depth)
             found = found or (self._joined(steps) if depth else None)
             if found is None:
                 return None
@@ -141,7 +166,7 @@ class Loop:
 
     def _computed(self, steps: tuple[Node, ...], readers: frozenset[Node], depth: int) -> Node | None:
         """The operation that all steps call, called once. Nobody else may read a step: it would be computed twice."""
-        first, row = steps[0], ops.find(steps[0].target)
+        first, row, readers = steps[0], ops.find(steps[0].target), readers | self.inside
         code = _code(row) if row is not None and depth < DEEPEST else None
         if row is None or code is None or any(n.target is not first.target or not readers.issuperset(n.users) for n in steps):
             return None
@@ -154,8 +179,25 @@ class Loop:
             self.called, self.dear, self.joined = before
             return None
         self.called += 1
-        self.dear += row.kind in (Kind.CONTRACTION, Kind.REDUCTION, Kind.COMPOSITE)
+        self.dear += row.kind in (Kind.CONTRACTION, Kind.REDUCTION, Kind.COMPOSITE) and row.name not in ACTIVATIONS
         return found
+
+    def _projected(self, steps: tuple[Node, ...], readers: frozenset[Node], depth: int) -> Node | None:
+        """The first of several results of an activation that all steps call (others are its private memory)."""
+        if not all(is_projection(n) and n.args[1] == 0 and readers.issuperset(n.users) for n in steps):
+            return None
+        makers: Any = tuple(n.args[0] for n in steps)
+        row = ops.find(makers[0].target) if is_op(makers[0]) else None
+        if row is None or row.name not in ACTIVATIONS or any(m.target is not makers[0].target or len(m.users) > 1 for m in makers):
+            return None
+        arguments = self._arguments(row, makers, depth)
+        made = None if arguments is None else _elementwise(self, makers[0], *arguments)
+        if made is None:
+            return None
+        found = self.r.graph.call_function(operator.getitem, (made, 0))
+        found.meta["val"] = value_of(made)[0]
+        self.called += 1
+        return found if _is_rolled(found, steps[0], self.count) else None
 
     def _arguments(self, row: Op, steps: tuple[Node, ...], depth: int) -> tuple[Bound, frozenset[str]] | None:
         calls = [row.bind(n.args, n.kwargs) for n in steps]
@@ -256,7 +298,9 @@ def _is_rolled(found: Node, step: Node, count: int) -> bool:
 def _elementwise(loop: Loop, step: Node, bound: Bound, rolled: frozenset[str]) -> Node | None:
     if {"dim", "axis"} & bound.keys():
         return None
-    operands = {name: loop.aligned(bound[name], value_of(step).dim()) for name in rolled}
+    result = value_of(step)
+    rank = (result[0] if isinstance(result, tuple) else result).dim()
+    operands = {name: loop.aligned(bound[name], rank) for name in rolled}
     return None if None in operands.values() else loop.again(step, bound | operands)
 
 
@@ -325,12 +369,15 @@ def _linear(loop: Loop, step: Node, bound: Bound, rolled: frozenset[str]) -> Nod
     return loop.again(step, bound) if rolled == {"input"} else None
 
 
+ACTIVATIONS = frozenset("gelu silu mish hardswish hardsigmoid leaky_relu elu softplus log_sigmoid threshold".split())
+"""Composites of one element each."""
+
 CODE: Mapping[str, Rolled] = {
     "sum": _shifted("dim"), "mean": _shifted("dim"), "amax": _shifted("dim"), "amin": _shifted("dim"),
     "softmax": _shifted("dim"), "select": _shifted("dim"), "slice": _shifted("dim"),
     "squeeze": _shifted("dim"), "unsqueeze": _shifted("dim", extra=1), "transpose": _shifted("dim0", "dim1"),
     "permute": _permuted, "t": _transposed, "view": _reshaped, "reshape": _reshaped, "expand": _expanded, "alias": _same,
-    "mm": _product, "bmm": _product, "linear": _linear,
+    "mm": _product, "bmm": _product, "linear": _linear, **dict.fromkeys(ACTIVATIONS, _elementwise),
 }  # fmt: skip
 """What one call for all steps looks like, by row; pointwise rows broadcast."""
 

@@ -23,7 +23,7 @@ from fusewright.toolkit.transform.split import split_rows
 from fusewright_cpu.run import codegen, jit
 from fusewright_cpu.run.jit import compile_kernels
 from fusewright_cpu.target import CpuTarget, target_machine, x86_target
-from tests.kernels import recurrence
+from tests.kernels import decayed_maximum, recurrence
 
 SIZES = st.sampled_from([0, 1, 2, 3, 7, 15, 16, 17, 33, 64, 65, 130])
 FLOAT_OPS = {
@@ -395,6 +395,17 @@ def test_a_recurrence_has_the_bits_of_its_steps(dtype: DType, shape: tuple[int, 
     interpret(k, [*data, want])
     compile_kernels([k]).launcher(k).checked([*data, got])
     assert same_bits(got, want)
+
+
+@pytest.mark.parametrize("shape", [(6, 37, 5), (1, 40, 1), (2, 64, 130)])
+def test_a_step_may_be_any_pointwise_expression_and_read_another_state(shape: tuple[int, int, int]) -> None:
+    k, data = decayed_maximum(*shape), [torch.randn(shape[2]), torch.randn(shape)]
+    data[1][0, 11, 0] = math.nan
+    (want, got), second = torch.zeros(2, *shape), torch.zeros(2, *shape)
+    interpret(k, [*data, want, second[0]])
+    compile_kernels([k]).launcher(k).checked([*data, got, second[1]])
+    assert same_bits(got, want)
+    torch.testing.assert_close(*second, equal_nan=True)
 
 
 def test_a_recurrence_through_infinity_is_that_of_its_steps() -> None:

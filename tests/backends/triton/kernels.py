@@ -14,6 +14,7 @@ from tests.kernels import (
     argmax,
     column_sum,
     cumsum,
+    decayed_maximum,
     embedding,
     layer_norm,
     recurrence,
@@ -63,6 +64,7 @@ def suite() -> list[Kernel]:
         layer_norm(dtype="bf16"), layer_norm(4, 1 << 20), column_sum(dtype="bf16"), transpose(),
         embedding(), embedding(n), scatter_add(), argmax(), cumsum(), masked_mean(), double_math(),
         recurrence(512, 128, 16), recurrence(64, n, 16, "bf16", 0.0), recurrence(1, 1000, 1, "f32", -0.0),
+        decayed_maximum(64, n, 16),
     ]  # fmt: skip
 
 

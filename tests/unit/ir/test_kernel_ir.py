@@ -22,7 +22,7 @@ from fusewright.toolkit.ir import (
     verify,
 )
 from fusewright.toolkit.ir.extent import divide, evaluate
-from tests.kernels import recurrence
+from tests.kernels import decayed_maximum, recurrence
 
 
 def softmax(rows: int = 5, cols: int = 64, name: str = "softmax", buffer: str = "x") -> Kernel:
@@ -207,6 +207,16 @@ def test_a_recurrence_is_a_loop_over_its_steps(first: float | None) -> None:
     for t in range(37):
         state = a[:, t] * state + b[:, t]
         assert torch.equal(out[:, t], state)
+
+
+def test_a_step_reads_what_another_computed() -> None:
+    a, b, out, second = torch.randn(5), torch.randn(6, 37, 5), torch.empty(6, 37, 5), torch.empty(6, 37, 5)
+    interpret(decayed_maximum(), [a, b, out, second])
+    m = n = torch.full((6, 5), -1e38)
+    for t in range(37):
+        m = torch.maximum(m + a, b[:, t])
+        n = torch.tanh(n * m)
+        assert torch.equal(out[:, t], m) and torch.equal(second[:, t], n)
 
 
 @pytest.mark.parametrize(("other", "outside", "selects"), [(0, 0.0, 0), (0, -0.0, 1), (0, 1.0, 1), (1, 1.0, 1)])

@@ -97,10 +97,12 @@ MUTATIONS: dict[str, tuple[str, Callable[[], Kernel]]] = {
     "a position that is a float": ("reductions", lambda: node(counted(), "reduce", dtype="f32")),
     "a scan along two axes": ("scans", lambda: replace(counted(), r=(5, 10))),
     "a scan that is none": ("scans", lambda: node(counted(), "scan", how="mean")),
-    "a recurrence of one operand": ("scans", lambda: node(counted(), "scan", how="linear")),
+    "a recurrence of one operand": ("scans", lambda: node(counted(), "scan", how="step")),
     "a recurrence from a state per element": (
-        "points", lambda: edited(recurrence(), "scan", lambda n: replace(n, args=(*n.args[:2], n.args[1])))
+        "points", lambda: edited(recurrence(), "state", lambda n: replace(n, args=(n.id - 1,)))
     ),
+    "a state of no recurrence": ("states", lambda: edited(recurrence(), "scan", lambda n: replace(n, args=n.args[:1], how="max"))),
+    "a part of a step that is kept": ("states", lambda: node(recurrence(), "mul", keep=True)),
     "a check of no size": ("bounds", lambda: node(gathered(), "bound", extent=None)),
     "a constant of nothing": ("literals", lambda: node(gathered(), "const", value=None)),
 }  # fmt: skip

@@ -29,7 +29,7 @@ STEPS = 11
 Traced = Literal["fake", "symbolic"]
 
 
-def _graph(fn: Callable[..., Any], inputs: list[Tensor], mode: Traced = "fake") -> Graph:
+def graph_of(fn: Callable[..., Any], inputs: list[Tensor], mode: Traced = "fake") -> Graph:
     graph = make_fx(fn, tracing_mode=mode)(*inputs).graph
     canonicalize(graph)
     Rewriter(graph).run(HOST_RULES)
@@ -37,9 +37,9 @@ def _graph(fn: Callable[..., Any], inputs: list[Tensor], mode: Traced = "fake") 
     return graph
 
 
-def _scanned(fn: Callable[..., Any], inputs: list[Tensor]) -> tuple[int, list[str]]:
+def scanned(fn: Callable[..., Any], inputs: list[Tensor]) -> tuple[int, list[str]]:
     """Rewrite the recurrences of `fn` and compare its results; return hits and the names of the rows left."""
-    graph, log = _graph(fn, inputs), RuleLog()
+    graph, log = graph_of(fn, inputs), RuleLog()
     expected = GraphModule({}, graph)(*inputs)
     before = {n for n in graph.nodes}
     recur(graph, log)
@@ -56,7 +56,7 @@ def _scanned(fn: Callable[..., Any], inputs: list[Tensor]) -> tuple[int, list[st
     return log.hits[ID], [READER.name(n) for n in graph.nodes if n.op == "call_function"]
 
 
-def _loop(step: Callable[..., Tensor], x: Tensor, *given: Tensor, first: Tensor | None = None) -> list[Tensor]:
+def loop_of(step: Callable[..., Tensor], x: Tensor, *given: Tensor, first: Tensor | None = None) -> list[Tensor]:
     """The states of a loop along dim 0 of the given tensors."""
     h, hs = torch.zeros_like(x[0]) if first is None else first, []
     for t in range(len(x)):
@@ -87,7 +87,7 @@ def _backwards(a: Tensor, b: Tensor, c: Tensor, h: Tensor) -> Tensor:
 
 def _layers(a: Tensor, b: Tensor, c: Tensor, h: Tensor) -> Tensor:
     """The second recurrence reads the states of the first."""
-    return torch.stack(_loop(lambda h, x, y: y * h + x, torch.stack(_loop(lambda h, x, y: x * h + y, a, b)), a))
+    return torch.stack(loop_of(lambda h, x, y: y * h + x, torch.stack(loop_of(lambda h, x, y: x * h + y, a, b)), a))
 
 
 def _interleaved(a: Tensor, b: Tensor, c: Tensor, h: Tensor) -> Tensor:
@@ -109,36 +109,36 @@ def _with_products(a: Tensor, b: Tensor, c: Tensor, h: Tensor) -> Tensor:
 
 
 LOOPS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Any]] = {
-    "states": lambda a, b, c, h: torch.stack(_loop(lambda h, x, y: x * h + y, a, b)),
-    "from a state": lambda a, b, c, h: torch.stack(_loop(lambda h, x, y: y + h * x, a, b, first=h), 1),
-    "from a row": lambda a, b, c, h: torch.stack(_loop(lambda h, x, y: x * h + y, a, b, first=h[0]), 2),
+    "states": lambda a, b, c, h: torch.stack(loop_of(lambda h, x, y: x * h + y, a, b)),
+    "from a state": lambda a, b, c, h: torch.stack(loop_of(lambda h, x, y: y + h * x, a, b, first=h), 1),
+    "from a row": lambda a, b, c, h: torch.stack(loop_of(lambda h, x, y: x * h + y, a, b, first=h[0]), 2),
     "from the first summand": _begun_with_b,
-    "addcmul": lambda a, b, c, h: torch.stack(_loop(lambda h, x, y: torch.addcmul(y, h, x), a, b)),
-    "the last state": lambda a, b, c, h: _loop(lambda h, x, y: x * h + y, a, b, first=h)[-1],
-    "and the last state": lambda a, b, c, h: (lambda hs: (torch.stack(hs, 1), hs[-1]))(_loop(lambda h, x, y: x * h + y, a, b)),
-    "a view of the last": lambda a, b, c, h: (lambda hs: (torch.stack(hs), hs[-1].t()))(_loop(lambda h, x, y: x * h + y, a, b)),
-    "the first state too": lambda a, b, c, h: torch.stack([h, *_loop(lambda h, x, y: x * h + y, a, b, first=h)]),
+    "addcmul": lambda a, b, c, h: torch.stack(loop_of(lambda h, x, y: torch.addcmul(y, h, x), a, b)),
+    "the last state": lambda a, b, c, h: loop_of(lambda h, x, y: x * h + y, a, b, first=h)[-1],
+    "and the last state": lambda a, b, c, h: (lambda hs: (torch.stack(hs, 1), hs[-1]))(loop_of(lambda h, x, y: x * h + y, a, b)),
+    "a view of the last": lambda a, b, c, h: (lambda hs: (torch.stack(hs), hs[-1].t()))(loop_of(lambda h, x, y: x * h + y, a, b)),
+    "the first state too": lambda a, b, c, h: torch.stack([h, *loop_of(lambda h, x, y: x * h + y, a, b, first=h)]),
     "states before the steps": lambda a, b, c, h: torch.stack(
-        [s.exp() * x for s, x in zip([h, *_loop(lambda h, x, y: x * h + y, a, b, first=h)], a, strict=False)]
+        [s.exp() * x for s, x in zip([h, *loop_of(lambda h, x, y: x * h + y, a, b, first=h)], a, strict=False)]
     ),
-    "products": lambda a, b, c, h: torch.stack([s @ w for s, w in zip(_loop(lambda h, x, y: x * h + y, a, b), c, strict=True)]),
-    "a number": lambda a, b, c, h: torch.stack(_loop(lambda h, y: 0.9 * h + y, b)),
-    "a moving average": lambda a, b, c, h: torch.stack(_loop(lambda h, y: 0.9 * h + 0.1 * y, b)),
-    "one factor": lambda a, b, c, h: torch.stack(_loop(lambda h, y: h * h0 + y, b)) if (h0 := h.sigmoid()) is not None else None,
-    "a factor per column": lambda a, b, c, h: torch.stack(_loop(lambda h, x, y: x[0] * h + y, a, b)),
-    "one summand": lambda a, b, c, h: torch.stack(_loop(lambda h, x: x * h + c[0, 0, 0], a)),
-    "gates": lambda a, b, c, h: torch.stack(_loop(lambda h, x, y: (1 - x.sigmoid()) * h + x.sigmoid() * y.tanh(), a, b)),
-    "linear": lambda a, b, c, h: torch.stack(_loop(lambda h, x: (x @ c[0]).sigmoid() * h + x @ c[1], a, first=h[:, :3])),
+    "products": lambda a, b, c, h: torch.stack([s @ w for s, w in zip(loop_of(lambda h, x, y: x * h + y, a, b), c, strict=True)]),
+    "a number": lambda a, b, c, h: torch.stack(loop_of(lambda h, y: 0.9 * h + y, b)),
+    "a moving average": lambda a, b, c, h: torch.stack(loop_of(lambda h, y: 0.9 * h + 0.1 * y, b)),
+    "one factor": lambda a, b, c, h: torch.stack(loop_of(lambda h, y: h * h0 + y, b)) if (h0 := h.sigmoid()) is not None else None,
+    "a factor per column": lambda a, b, c, h: torch.stack(loop_of(lambda h, x, y: x[0] * h + y, a, b)),
+    "one summand": lambda a, b, c, h: torch.stack(loop_of(lambda h, x: x * h + c[0, 0, 0], a)),
+    "gates": lambda a, b, c, h: torch.stack(loop_of(lambda h, x, y: (1 - x.sigmoid()) * h + x.sigmoid() * y.tanh(), a, b)),
+    "linear": lambda a, b, c, h: torch.stack(loop_of(lambda h, x: (x @ c[0]).sigmoid() * h + x @ c[1], a, first=h[:, :3])),
     "outer products": lambda a, b, c, h: torch.stack(
-        _loop(lambda h, x, y: x[:, :1, None] * h + x[:, :, None] * y[:, None, :], a, b, first=a[0, :, :, None] * b[0, :, None, :])
+        loop_of(lambda h, x, y: x[:, :1, None] * h + x[:, :, None] * y[:, None, :], a, b, first=a[0, :, :, None] * b[0, :, None, :])
     ),
     "products that others read": _with_products,
     "backwards": _backwards,
     "layers": _layers,
     "interleaved": _interleaved,
-    "transposed": lambda a, b, c, h: torch.stack(_loop(lambda h, x, y: x.t() * h + y.t(), a, b, first=h.t())),
+    "transposed": lambda a, b, c, h: torch.stack(loop_of(lambda h, x, y: x.t() * h + y.t(), a, b, first=h.t())),
     "transposed products": lambda a, b, c, h: torch.stack(
-        [s.relu().sum(0) for s in _loop(lambda h, x, y: x.t() * h + y.t(), a, b, first=h.t())]
+        [s.relu().sum(0) for s in loop_of(lambda h, x, y: x.t() * h + y.t(), a, b, first=h.t())]
     ),
 }  # fmt: skip
 
@@ -146,40 +146,37 @@ LOOPS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Any]] = {
 @pytest.mark.parametrize("name", LOOPS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_recurrence_is_a_scan(name: str, dtype: torch.dtype) -> None:
-    hits, names = _scanned(LOOPS[name], [x.to(dtype) for x in (A, B, C, H)])
+    hits, names = scanned(LOOPS[name], [x.to(dtype) for x in (A, B, C, H)])
     assert hits == names.count("linear_scan") == (2 if name in ("layers", "interleaved") else 1)
     assert len(names) < (6 if name == "products that others read" else 3) * STEPS, names
 
 
 KEPT: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Any]] = {
-    "few steps": lambda a, b, c, h: torch.stack(_loop(lambda h, x, y: x * h + y, a[:7], b[:7])),
-    "a gap": lambda a, b, c, h: torch.stack(_loop(lambda h, x, y: x * h + y, a, [*b[:5], *b[6:], b[5]])),
-    "factors of the state": lambda a, b, c, h: torch.stack(_loop(lambda h, x, y: (x + h).sigmoid() * h + y, a, b)),
-    "summands of the state": lambda a, b, c, h: torch.stack(_loop(lambda h, x, y: x * h + (h + y).tanh(), a, b)),
-    "squares": lambda a, b, c, h: torch.stack(_loop(lambda h, x: h * h + x, a)),
-    "a scaled sum": lambda a, b, c, h: torch.stack(_loop(lambda h, x, y: torch.add(y, x * h, alpha=2), a, b)),
+    "few steps": lambda a, b, c, h: torch.stack(loop_of(lambda h, x, y: x * h + y, a[:7], b[:7])),
+    "a gap": lambda a, b, c, h: torch.stack(loop_of(lambda h, x, y: x * h + y, a, [*b[:5], *b[6:], b[5]])),
+    "a scaled sum": lambda a, b, c, h: torch.stack(loop_of(lambda h, x, y: torch.add(y, x * h, alpha=2), a, b)),
     "another order": lambda a, b, c, h: torch.stack(
-        _loop(lambda h, t: a[t] * h + b[t], [3, 0, 1, 2, 5, 4, 7, 6, 9, 8], first=h)  # type: ignore[arg-type]
+        loop_of(lambda h, t: a[t] * h + b[t], [3, 0, 1, 2, 5, 4, 7, 6, 9, 8], first=h)  # type: ignore[arg-type]
     ),
-    "all states are results, as in training": lambda a, b, c, h: _loop(lambda h, x, y: x * h + y, a, b),
-    "integers": lambda a, b, c, h: torch.stack(_loop(lambda h, x, y: x * h + y, (a * 3).int(), (b * 3).int())),
+    "all states are results, as in training": lambda a, b, c, h: loop_of(lambda h, x, y: x * h + y, a, b),
+    "integers": lambda a, b, c, h: torch.stack(loop_of(lambda h, x, y: x * h + y, (a * 3).int(), (b * 3).int())),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", KEPT)
 def test_other_loops_stay(name: str) -> None:
-    assert _scanned(KEPT[name], [A, B, C, H])[0] == 0
+    assert scanned(KEPT[name], [A, B, C, H])[0] == 0
 
 
 def test_a_state_of_another_type_is_converted_exactly() -> None:
     """As Mamba's first state, of the model's type where states are fp32."""
     def loop(a: Tensor, b: Tensor, h: Tensor) -> Tensor:
-        return torch.stack(_loop(lambda h, x, y: x * h + y, a, b, first=h))
+        return torch.stack(loop_of(lambda h, x, y: x * h + y, a, b, first=h))
 
-    assert _scanned(loop, [A, B, H.bfloat16()])[0] == 1
-    assert _scanned(loop, [A.bfloat16(), B, H])[0] == 1
-    assert _scanned(loop, [A, B.bfloat16(), H])[0] == 1
-    assert _scanned(loop, [A.bfloat16(), B, H.bfloat16()])[0] == 0, "the first product is rounded to bf16"
+    assert scanned(loop, [A, B, H.bfloat16()])[0] == 1
+    assert scanned(loop, [A.bfloat16(), B, H])[0] == 1
+    assert scanned(loop, [A, B.bfloat16(), H])[0] == 1
+    assert scanned(loop, [A.bfloat16(), B, H.bfloat16()])[0] == 0, "the first product is rounded to bf16"
 
 
 def test_nan_inf_and_zero_stay_where_they_are() -> None:
@@ -188,11 +185,11 @@ def test_nan_inf_and_zero_stay_where_they_are() -> None:
     a[4], b[4], a[6, 1], b[7, 0], b[8, 2] = 0.0, 1e-30, math.inf, math.nan, -math.inf
     a[0] = math.inf
     for name in ("states", "from the first summand"):
-        assert _scanned(LOOPS[name], [a, b, a, a])[0] == 1
+        assert scanned(LOOPS[name], [a, b, a, a])[0] == 1
 
 
 def test_no_elements() -> None:
-    assert _scanned(LOOPS["states"], [torch.rand(STEPS, 0, 4), torch.rand(STEPS, 0, 4), C, H])[0] == 1
+    assert scanned(LOOPS["states"], [torch.rand(STEPS, 0, 4), torch.rand(STEPS, 0, 4), C, H])[0] == 1
 
 
 
@@ -201,7 +198,7 @@ def test_no_elements() -> None:
 @pytest.mark.parametrize("name", LOOPS)
 def test_sizes_other_than_the_number_of_steps_may_be_symbols(name: str) -> None:
     inputs = [A, B, C, H]
-    graph, log = _graph(LOOPS[name], inputs, "symbolic"), RuleLog()
+    graph, log = graph_of(LOOPS[name], inputs, "symbolic"), RuleLog()
     guards = len(compat.shape_env_of(GraphModule({}, graph)).guards)
     recur(graph, log)
     roll(graph, log)
@@ -225,7 +222,7 @@ def test_what_is_written_before_the_last_step_is_not_read_early() -> None:
             h = a[t] * h + b[t]
         return h.relu()
 
-    graph, log = _graph(loop, [A.clone(), B.clone()]), RuleLog()
+    graph, log = graph_of(loop, [A.clone(), B.clone()]), RuleLog()
     recur(graph, log)
     assert log.hits[ID] == 0
 

@@ -47,7 +47,7 @@ class Reducer:
         """Return the initial state in `w` lanes."""
         t = LLVM_TYPE[self.dtype]
         match self.how:
-            case "sum" | "linear":
+            case "sum" | "step":
                 state = [const(0, t)]
             case "prod":
                 state = [const(1, t)]
@@ -146,11 +146,6 @@ class Scanner:
 
     def start(self, f: Fn, w: int) -> State:
         return self._reducer().start(f, w)
-
-    def advance(self, f: Fn, h: V, a: V, b: V) -> V:
-        """Return the state a * h + b after `h`, rounded twice as eager's two operations do."""
-        kind = "f" if TYPES[self.node.dtype].kind == "float" else ""
-        return f.bin(f"{kind}add", f.bin(f"{kind}mul", a, h), b)
 
     def step(self, f: Fn, state: State, x: V, along: bool) -> tuple[State, V]:
         """Return (state, value of the scan here). With `along` the lanes are elements of one row, and the state in every lane

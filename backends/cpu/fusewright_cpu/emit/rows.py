@@ -119,7 +119,7 @@ class RowLoops:
             for r in self.accumulators:
                 w = self._state_width(self._operand(r)) if k < self.count else 1
                 if r.node.recurs:
-                    out.append(self.f.splat(self.b.value(r.node.args[2], 0 if self.row else k), w))
+                    out.append(self.f.splat(self.b.value(self.nodes[r.node.args[1]].args[0], 0 if self.row else k), w))
                     continue
                 out.extend(r.start(self.f, w))
         return out
@@ -252,7 +252,11 @@ class RowLoops:
         for n in self.inner:
             if n.id in self.twins.values():
                 continue
-            if n.op in ("reduce", "scan"):
+            if n.op == "state":
+                place = next(i for s, i in scans.items() if self.nodes[s].args[1:] == (n.id,))
+                for u, k in enumerate(active):
+                    b.units[u][n.id] = states[k][place][0]
+            elif n.op in ("reduce", "scan"):
                 for u, k in enumerate(active):
                     self._accumulate(n, u, states[k], scans)
             else:
@@ -266,9 +270,8 @@ class RowLoops:
         if n.op == "scan":
             k = scans[n.id]
             w, scanner = unit[k][0].w, self.scanners[k - len(self.reducers)]
-            x = self.f.splat(x, w)
+            out = x = self.f.splat(x, w)
             if n.recurs:
-                out = scanner.advance(self.f, unit[k][0], x, self.f.splat(b.value(n.args[1], u), w))
                 unit[k] = [out]
             else:
                 unit[k], out = scanner.step(self.f, unit[k], x, self.row)

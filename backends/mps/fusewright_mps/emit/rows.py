@@ -236,7 +236,7 @@ class Rows(Points):
             if n.how.startswith("arg"):
                 self.put(f"{self.integer} b{n.id} = 0;")
         elif n.recurs:
-            self.put(f"{METAL[n.dtype]} c{n.id} = {self.operand(n.args[2])};")
+            self.put(f"{METAL[n.dtype]} c{n.args[1]} = {self.operand(self.nodes[n.args[1]].args[0])};")
         elif n.op == "scan":
             self.put(f"{METAL[n.dtype]} c{n.id} = {literal(identity(n.how, n.dtype), n.dtype)};")
         elif n.id in self.held and fresh and n.id not in self.again:
@@ -412,15 +412,17 @@ class Rows(Points):
             self._reduce(n)
         elif n.op == "scan":
             self._scan(n)
+        elif n.op == "state":
+            self.names[n.id] = f"v{n.id}"
+            self.put(f"const {METAL[n.dtype]} v{n.id} = c{n.id};")
         else:
             super().node(n, over_row)
 
     def _scan(self, n: Node) -> None:
         if n.recurs:
             self.names[n.id] = f"v{n.id}"
-            product = combined("prod", n.dtype, self.operand(n.args[0]), f"c{n.id}")
-            self.put(f"c{n.id} = {combined('sum', n.dtype, f'({product})', self.operand(n.args[1]))};")
-            self.put(f"const {METAL[n.dtype]} v{n.id} = c{n.id};")
+            self.put(f"const {METAL[n.dtype]} v{n.id} = {self.operand(n.args[0])};")
+            self.put(f"c{n.args[1]} = v{n.id};")
             return
         x, kind, edge = self.operand(n.args[0]), METAL[n.dtype], literal(identity(n.how, n.dtype), n.dtype)
         self.names[n.id] = f"v{n.id}"

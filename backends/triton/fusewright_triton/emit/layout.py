@@ -135,7 +135,7 @@ def _spread_scans(kernel: Kernel, layout: Layout, dims_of: dict[int, frozenset[s
     of a scan asserts that its operand fills the layout."""
     rows, spread = layout.vector_names(over_row=False), set[int]()
     for n in kernel.nodes():
-        if n.id in dims_of and (n.op == "scan" or spread & set(n.uses())):
+        if n.id in dims_of and (n.op in ("scan", "state") or spread & set(n.uses())):
             spread.add(n.id)
             dims_of[n.id] |= rows
     return dims_of

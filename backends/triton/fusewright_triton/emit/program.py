@@ -231,8 +231,8 @@ class Program(Values):
     def _start(self, n: Node, begin: str) -> None:
         """Print the variables that are carried through the loop, which starts at row element `begin`."""
         if n.recurs:
-            before = f"tl.broadcast_to({self.operand(n.args[2])}, {self.layout.shape(self.layout.dims_of[n.id])})"
-            self.put(f"carry{n.id} = {before}")
+            before = self.operand(self.node(n.args[1]).args[0])
+            self.put(f"carry{n.args[1]} = tl.broadcast_to({before}, {self.layout.shape(self.layout.dims_of[n.id])})")
         elif n.op == "scan":
             shape = self.layout.shape(self.layout.dims_of[n.id] - {self._row().var})
             self.put(red.Carry(f"carry{n.id}", red.identity(n.how, n.dtype), n.dtype).init(shape))
@@ -265,9 +265,10 @@ class Program(Values):
     def _scan_step(self, n: Node) -> None:
         v, axis, carry = self.name(n.id), self.layout.row_axis(), f"carry{n.id}"
         if n.recurs:  # one element of the row at a time
-            a, b = (atom(self.operand(i)) for i in n.args[:2])
-            self.put(f"{v} = {a} * {carry} + {b}")
-            self.put(f"{carry} = {v}")
+            new, dims = self.operand(n.args[0]), self.layout.dims_of
+            whole = dims[n.args[0]] == dims[n.id] and self.node(n.args[0]).op != "const"
+            self.put(f"{v} = {new if whole else f'tl.broadcast_to({new}, {self.layout.shape(dims[n.id])})'}")
+            self.put(f"carry{n.args[1]} = {v}")
             return
         self.put(f"{v}_x = {self._scanned(n)}")
         self.put(f"{v} = {red.step(n.how, n.dtype, carry, f'fw.scan_{n.how}({v}_x, {axis})')}")

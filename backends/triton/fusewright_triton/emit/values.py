@@ -173,6 +173,8 @@ class Values(abc.ABC):
             self._bound(n)
         elif n.op == "scan":
             self.scan(n)
+        elif n.op == "state":
+            self.put(f"{self.name(n.id)} = carry{n.id}")
         else:
             self.put(f"{self.name(n.id)} = {self._expression(n)}")
 

@@ -106,6 +106,12 @@ ALONG["linear_scan"] = (
     c(X, Y, None, 1), c(UNIT, X, V, 0), c(t(2, 1, 4), t(2, 9, 4), t(2, 4), -2), c(t(low=0.5, high=1), V, t(), 0),
     c(t(2, 3, 1), t(2, 3, 4), t(1, 4), 1), c(t(0, 4), t(0, 4), None, 0), c(t(1, 4), t(1, 4), V, 0),
 )  # fmt: skip
+ALONG["pointwise_scan"] = (
+    c(X, [Y], V, 0, "maximum(add(h, x0), x1)"), c(t(2, 9, 4), [t(2, 1, 4), t(1)], t(2, 4), -2, "where(gt(h, x1), x2, sub(h, x0))"),
+    c(X, [UNIT], t(), 1, "tanh(add(mul(h, 0.5), mul(x1, x0)))"), c(t(0, 4), [], V, 0, "logaddexp(h, x0)"),
+    c(t(1, 4), [], t(1), 0, "relu(sub(h, x0))"), c(X, [], V, 0, "clamp(add(h, x0), float('-inf'), 0.5)"),
+    c(X, [], V, 0, "pow_scalar(lerp_scalar(h, x0, 0.25), 2)"), c(UNIT, [], V, 0, "lerp(rsub(h, 1), h, x0)"),
+)  # fmt: skip
 MOMENTS: Cases = {
     name: (c(X), c(t(2, 3, 4), [1, 2], correction=0, keepdim=True), c(X, [0], correction=1))
     for name in _MOMENTS.split()

@@ -70,10 +70,10 @@ def _gradients(ctx: Any, grad: Any) -> tuple[Any, ...]:
         begun = initial.expand(first.shape).to(states.dtype).unsqueeze(dim)
         da = d * torch.cat([begun, states.narrow(dim, 0, steps - 1)], dim)
     dh = factors.select(dim, 0) * first if of_initial else None
-    return _summed(da, a), d, _summed(dh, initial), None
+    return summed(da, a), d, summed(dh, initial), None
 
 
-def _summed(grad: Any, like: Any) -> Any:
+def summed(grad: Any, like: Any) -> Any:
     """The gradient of a tensor that was broadcast."""
     return None if grad is None else grad.sum_to_size(like.shape).to(like.dtype)
 

@@ -10,7 +10,9 @@ import torch
 from fusewright.ops import dtype_rules as dt
 from fusewright.ops import shape_rules as sh
 from fusewright.ops.core import Kind, Op, row
+from fusewright.ops.semantics import steps
 from fusewright.ops.semantics.recurrence import in_steps, linear_scan
+from fusewright.ops.semantics.steps import pointwise_scan
 from fusewright.ops.table.pointwise import wide
 
 _op = partial(row, Kind.REDUCTION)
@@ -107,6 +109,9 @@ ROWS: tuple[Op, ...] = (
     _scan("linear_scan", "fusewright::linear_scan", dt.dtype_of("b"), sh.shape_of("b"), linear_scan,
         "h[t] = a[t] * h[t - 1] + b[t] along dim, from initial, or from h[0] = b[0] if that is none",
         "Blelloch, Prefix Sums and Their Applications, 1990, section 1.4", in_steps),
+    _scan("pointwise_scan", "fusewright::pointwise_scan", dt.dtype_of("initial"), sh.shape_of("x"), pointwise_scan,
+        "h[t] = step(h[t - 1], x[t], ...) along dim, from initial; step is an expression of pointwise rows",
+        "Python itertools.accumulate", steps.in_steps),
     _scan("cummax", "aten::cummax", _VALUES_INDICES, sh.shape_of("self", 2), torch.cummax,
         "running maximum along dim, and where"),
     _scan("logcumsumexp", "aten::logcumsumexp", dt.SELF, sh.SAME, torch.logcumsumexp,

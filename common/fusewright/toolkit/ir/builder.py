@@ -14,7 +14,7 @@ indices become affine, and verifies the result."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fusewright.sizes.expr import Apply
@@ -235,9 +235,12 @@ class Builder:
         """An inclusive scan along the row axis (`optable.SCANS`)."""
         return self._add(Node(0, "scan", value.dtype, (value.id,), how=how))
 
-    def recurrence(self, a: Val, b: Val, before: Val) -> Val:
-        """The states h = a * h + b along the row axis. `before`, the state before the first step, does not vary along it."""
-        return self._add(Node(0, "scan", b.dtype, (a.id, b.id, before.id), how="linear"))
+    def recurrence(self, before: Val, step: Callable[[Val], Val]) -> Val:
+        """The states h = step(h) along the row axis, a pointwise expression. `before`, the state before the first step, does not
+        vary along it."""
+        number = sum(n.op == "state" for n in self.nodes)
+        h = self._add(Node(0, "state", before.dtype, (before.id,), value=number))
+        return self._add(Node(0, "scan", before.dtype, (step(h).id, h.id), how="step"))
 
     def build(self) -> Kernel:
         """The verified kernel."""

@@ -62,8 +62,14 @@ class _Run:
             )
             if 0 in self.shape[: self.n_p]:
                 return
+            inside: list[Node] = []  # parts of a step, from the state before it
             for n in stage.nodes:
-                if n.op == "store":
+                if n.recurs:
+                    self.recurrence(n, inside)
+                    inside = []
+                elif n.op == "state" or {i.id for i in inside}.intersection(n.uses()):
+                    inside.append(n)
+                elif n.op == "store":
                     self.store(n)
                 else:
                     self.env[n.id] = self.value(n)
@@ -155,17 +161,21 @@ class _Run:
         x = self.rows(args[0])
         if not x.shape[-1]:
             return x
-        if n.recurs:
-            return self.recurrence(x, self.rows(args[1]), self.rows(args[2])[..., 0])
         return _SCAN[n.how](x).to(self.type(n.dtype))
 
-    @staticmethod
-    def recurrence(a: torch.Tensor, b: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
-        states = []
-        for x, y in zip(a.unbind(-1), b.unbind(-1), strict=True):
-            h = x * h + y
+    def recurrence(self, scan: Node, inside: list[Node]) -> None:
+        """Run the steps of a recurrence in order: the nodes `inside`, of which the first is the state."""
+        whole, axis, (before, *body) = self.env, self.n_p, inside
+        h, states = whole[before.args[0]].expand([*self.shape[:axis], 1]), []
+        for t in range(self.shape[axis]):
+            self.env = {i: x.narrow(axis, t, 1) if x.shape[axis] > 1 else x for i, x in whole.items()}
+            self.env[before.id] = h
+            for n in body:
+                self.env[n.id] = self.value(n)
+            h = self.env[scan.args[0]].expand(h.shape)
             states.append(h)
-        return torch.stack(states, -1)
+        self.env = whole
+        whole[scan.id] = torch.cat(states, axis) if states else h.expand(self.shape)[..., :0]
 
     def store(self, n: Node) -> None:
         if 0 in self.domain:

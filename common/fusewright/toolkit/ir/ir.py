@@ -32,8 +32,10 @@ Kinds of nodes (`Node.op`), besides the pointwise rows of `optable.OPS`:
 - `cast` (value-preserving conversion as `Tensor.to`);
 - `reduce` with `how` of `optable.REDUCTIONS` over all of R (argument positions count lexicographically over
   R);
-- `scan` with `how` of `optable.SCANS` along R, which must be a single axis. `linear` is a recurrence: args are a, b and
-  the state h before the first step, which does not vary along R; each step is h = a * h + b, rounded twice, in order.
+- `scan` with `how` of `optable.SCANS` along R, which must be a single axis. `step` is a recurrence: args are the new state,
+  which pointwise nodes of the same stage compute, and the `state` that they compute it from;
+- `state`: the state before a step, in order along R; args[0] is that before the first step, which does not vary along R.
+  Each is read by one `scan`, and depends on all axes; `value` tells it from others.
 
 Only reductions may reassociate. Sums and means of f32 are at least as accurate as torch's. Integer division by
 zero also reports an error (torch raises RuntimeError).
@@ -97,7 +99,7 @@ class Node:
     @property
     def recurs(self) -> bool:
         """Whether the node is a recurrence, whose steps run in order."""
-        return self.op == "scan" and self.how == "linear"
+        return self.op == "scan" and self.how == "step"
 
     def uses(self) -> Iterator[int]:
         """Yield the ids of the values that the node reads, including those of indirect indices."""
@@ -162,8 +164,8 @@ class Kernel:
                 axes: frozenset[int] = frozenset().union(*(out[u] for u in n.uses()))
                 if n.index is not None:
                     axes |= n.index.axes()
-                if n.op == "scan":
-                    axes |= rows
+                if n.op in ("scan", "state"):
+                    axes |= rows if n.op == "scan" else points | rows
                 if n.op == "store" and n.how:
                     axes |= points if stage.over == "P" else points | rows
                 out[n.id] = axes - rows if n.op == "reduce" else axes

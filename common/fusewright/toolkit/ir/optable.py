@@ -115,9 +115,8 @@ REDUCTIONS: dict[str, tuple[str, ...]] = {
 Welford's update, so they need one pass. `argmax`/`argmin` return an i64 position in the row: the first of equal
 elements; NaN wins."""
 
-SCANS: tuple[str, ...] = ("sum", "prod", "max", "min", "linear")
-"""Inclusive scans along the (single) row axis. `linear` takes two operands and a state, and is never reassociated: products of
-many factors may overflow or vanish where the states do not."""
+SCANS: tuple[str, ...] = ("sum", "prod", "max", "min", "step")
+"""Inclusive scans along the (single) row axis. `step` is a recurrence, whose steps run in order."""
 
 ACCUMULATE: tuple[str, ...] = ("", "add", "mul", "max", "min")
 """How a store combines with the buffer's content; "" overwrites it."""

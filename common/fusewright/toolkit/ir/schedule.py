@@ -39,7 +39,7 @@ def _analyse(nodes: Sequence[Node], n_p: int) -> _Facts:
     stores: dict[int, int] = {}
     for n in nodes:
         uses = list(n.uses())
-        f.rowwise[n.id] = n.op == "scan" or (
+        f.rowwise[n.id] = n.op in ("scan", "state") or (
             n.op != "reduce"
             and (any(f.rowwise[u] for u in uses) or (n.index is not None and any(a >= n_p for a in n.index.axes())))
         )

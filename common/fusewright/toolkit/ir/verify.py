@@ -54,7 +54,7 @@ NodeCheck: TypeAlias = Callable[[Facts, Node], Iterator[str]]
 
 OPERANDS: dict[str, tuple[int, ...]] = {
     "const": (0,), "scalar": (0,), "index": (0,), "load": (0, 2), "store": (1, 2), "bound": (1, 2),
-    "cast": (1,), "reduce": (1,), "scan": (1, 3), **{name: (row.arity,) for name, row in OPS.items()},
+    "cast": (1,), "reduce": (1,), "scan": (1, 2), "state": (1,), **{name: (row.arity,) for name, row in OPS.items()},
 }  # fmt: skip
 """The operand counts that each op allows."""
 
@@ -141,10 +141,10 @@ def _points(f: Facts) -> Iterator[str]:
     for n in (n for s in f.kernel.stages if s.over == "P" for n in s.nodes):
         if axes[n.id] & rows:
             yield f"{node_text(f.kernel, n)}: a point stage depends on row axes"
-        if n.keep or n.op in ("reduce", "scan"):
+        if n.keep or n.op in ("reduce", "scan", "state"):
             yield f"{node_text(f.kernel, n)}: belongs in a row stage"
-    for n in f.of("scan"):
-        if axes[n.args[-1]] & rows and n.recurs:
+    for n in f.of("state"):
+        if axes[n.args[0]] & rows:
             yield f"{node_text(f.kernel, n)}: its first state depends on row axes"
 
 
@@ -225,14 +225,29 @@ def _scan(f: Facts, n: Node) -> Iterator[str]:
     operand = f.arg(n, 0).dtype
     if n.how not in SCANS:
         yield "unknown scan"
-    if (len(n.args) == 3) != n.recurs:
-        yield "a recurrence takes two operands and a state, another scan one operand"
+    if (len(n.args) == 2) != n.recurs or (n.recurs and f.arg(n, 1).op != "state"):
+        yield "a recurrence takes a new state and the one before, another scan one operand"
     elif n.recurs and (len(set(f.dtypes(n))) > 1 or TYPES[operand].kind == "bool"):
         yield f"a recurrence of {f.dtypes(n)}"
     if len(f.kernel.r) != 1:
         yield "a scan runs along a single row axis"
     if operand != n.dtype or not TYPES[operand].compute:
         yield "wrong type"
+
+
+def _states(f: Facts) -> Iterator[str]:
+    for stage in f.kernel.stages:
+        before = [n.id for n in stage.nodes if n.op == "state"]
+        if sorted(u for n in stage.nodes if n.recurs for u in n.args[1:]) != before:
+            yield "a state belongs to one recurrence of its stage"
+        inside = set(before)
+        for n in stage.nodes:
+            if n.op not in ("scan", "reduce") and inside.intersection(n.uses()):
+                inside.add(n.id)
+        yield from (f"{node_text(f.kernel, n)}: a part of a step is kept" for n in stage.nodes if n.keep and n.id in inside)
+    for n in f.of("state"):
+        if f.arg(n, 0).dtype != n.dtype:
+            yield f"{node_text(f.kernel, n)}: the first state has another type"
 
 
 def _bound(f: Facts, n: Node) -> Iterator[str]:
@@ -270,6 +285,7 @@ RULES: tuple[Rule[Facts], ...] = (
     Rule("accumulation", "stores add up numbers, in known ways, in inout buffers", _each(_accumulating, "store")),
     Rule("reductions", "a reduction exists for its operand's type, and gives it or a position", _each(_reduction, "reduce")),
     Rule("scans", "a scan exists, runs along a single row axis and keeps the type", _each(_scan, "scan")),
+    Rule("states", "a state is read by one recurrence, and what is computed from it is not kept", _states),
     Rule("bounds", "a check takes an i64, a size of the kernel's symbols and a bool mask", _each(_bound, "bound")),
     Rule("literals", "a constant has a value, a scalar its parameter's type", _each(_literal, "const", "scalar")),
 )

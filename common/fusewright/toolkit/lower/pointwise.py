@@ -11,7 +11,7 @@ import torch
 from fusewright.interface import HOST, OpView, Value
 from fusewright.ops.dtype_rules import result_type
 from fusewright.toolkit.ir import Builder, Val
-from fusewright.toolkit.ir.types import TYPES, from_torch
+from fusewright.toolkit.ir.types import TYPES, DType, from_torch
 from fusewright.toolkit.rules.evaluate import compute_dtype
 from fusewright.toolkit.rules.kinds import Check, Evaluator, Map, Table, always
 from fusewright.toolkit.rules.space import At
@@ -261,6 +261,21 @@ def _digamma(b: Builder, op: OpView, x: Val) -> Val:
 def _single(op: OpView) -> str | None:
     """The formulas of a few functions are only accurate to fp32."""
     return "fp64" if op.out.spec is not None and op.out.spec.dtype == torch.float64 else None
+
+
+_OF_STEPS: Mapping[str, Formula] = {
+    "logaddexp": _logaddexp, "relu": _relu, "clamp": _clamp, "lerp": _lerp, "lerp_scalar": _lerp,
+    "rsub": lambda b, op, x, y: y - x,
+}  # fmt: skip
+
+
+def stepped(b: Builder, dtype: DType, name: str, *args: Val | float) -> Val:
+    """A row on floats, as a step of a recurrence calls it."""
+    if name == "pow_scalar" and isinstance(args[0], Val):
+        return power(b, args[0], args[1])
+    values = [x if isinstance(x, Val) else b.const(x, dtype) for x in args]
+    code = _OF_STEPS.get(name) or kernel_op(name.removesuffix("_scalar"))
+    return code(b, None, *values)
 
 
 # ---- comparisons and logic ----

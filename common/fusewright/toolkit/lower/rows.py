@@ -9,12 +9,13 @@ from typing import Any
 import torch
 
 from fusewright.interface import OpView
+from fusewright.ops.semantics.steps import evaluated, names, parsed
 from fusewright.toolkit.ir import Index, Val
 from fusewright.toolkit.ir.types import TYPES, DType
 from fusewright.toolkit.lower import messages
 from fusewright.toolkit.lower.activation import softplus
 from fusewright.toolkit.lower.movement import out_type
-from fusewright.toolkit.lower.pointwise import truth
+from fusewright.toolkit.lower.pointwise import stepped, truth
 from fusewright.toolkit.lower.views import number
 from fusewright.toolkit.rules.evaluate import compute_dtype
 from fusewright.toolkit.rules.kinds import (
@@ -193,13 +194,34 @@ def _recurrence(r: RowContext, op: OpView) -> tuple[Val, ...]:
     t = out_type(op)
     a, b = r.x(op.arg("a"), t), r.x(op.arg("b"), t)
     if op.arg("initial") is not None:
-        return (r.b.recurrence(a, b, r.e(op.arg("initial"), r.row, t)),)
+        return (r.b.recurrence(r.e(op.arg("initial"), r.row, t), lambda h: a * h + b),)
     first = r.b.index_value(r.along.dims[0]).eq(0)  # 0 * -0.0 + b is b, whatever a is
-    return (r.b.recurrence(r.b.where(first, 0, a), b, r.b.const(-0.0, t)),)
+    factor = r.b.where(first, 0, a)
+    return (r.b.recurrence(r.b.const(-0.0, t), lambda h: factor * h + b),)
+
+
+def _pointwise_recurrence(r: RowContext, op: OpView) -> tuple[Val, ...]:
+    t, step = out_type(op), parsed(op.arg("step"))
+    given = {name: r.x(x, t) for name, x in zip(*_operands(op), strict=True)}
+
+    def call(name: str, *args: Val | float) -> Val:
+        return stepped(r.b, t, name, *args)
+
+    return (r.b.recurrence(r.e(op.arg("initial"), r.row, t), lambda h: evaluated(step, {**given, "h": h}, call)),)
+
+
+def _operands(op: OpView) -> tuple[list[str], list[Any]]:
+    operands = [op.arg("x"), *op.arg("others")]
+    return names(operands), operands
 
 
 def _steps(op: OpView) -> Domain:
-    return over(shape_of(op.arg("b").spec), (op.arg("dim"),))
+    return over(shape_of((op.arg("b") if "b" in op.argnames else op.arg("x")).spec), (op.arg("dim"),))
+
+
+def _computes_floats(op: OpView) -> str | None:
+    specs = [v.spec for v in (op.out, *op.inputs()) if v.spec is not None]
+    return None if all(s.dtype.is_floating_point for s in specs) else "a step of integers"
 
 
 def _computes_numbers(op: OpView) -> str | None:
@@ -495,6 +517,7 @@ TABLE: Table = {
     "logsumexp": (_row_op(_logsumexp, check=some_elements),),
     "cumsum": (_row_op(_scan("sum"), one_dim, ("full",), _number_out, ordered=True),),
     "linear_scan": (_row_op(_recurrence, _steps, ("full",), _computes_numbers, ordered=True),),
+    "pointwise_scan": (_row_op(_pointwise_recurrence, _steps, ("full",), _computes_floats, ordered=True),),
     "cumprod": (_row_op(_scan("prod"), one_dim, ("full",), _number_out, ordered=True),),
     "softmax": (_row_op(_softmax, one_dim, ("full",)),),
     "safe_softmax": (_row_op(_safe_softmax, one_dim, ("full",)),),

@@ -21,6 +21,7 @@ from fusewright_triton.runtime import SimulatedLauncher, simulate_kernels
 from tests.backends.triton.kernels import (
     argmax,
     column_sum,
+    decayed_maximum,
     embedding,
     layer_norm,
     masked_mean,
@@ -410,6 +411,15 @@ def test_a_recurrence_is_a_loop_over_its_steps(dtype: DType, shape: tuple[int, i
     assert (c.row, c.persistent, c.split) == (1, False, 1)
     SimulatedLauncher(k, emit(k, c))(tensors)
     torch.testing.assert_close(tensors[3], want[3])
+
+
+def test_a_step_may_be_any_pointwise_expression_and_read_another_state() -> None:
+    k, tensors = decayed_maximum(), [torch.randn(5), torch.randn(6, 37, 5), torch.zeros(6, 37, 5), torch.zeros(6, 37, 5)]
+    tensors[1][2, 11, 3] = math.nan
+    want = reference(k, tensors)
+    for launch in (lambda: simulate(k, tensors), lambda: SimulatedLauncher(k, emit(k, choose(k, H100)))(tensors)):
+        launch()
+        torch.testing.assert_close(tensors[2:], want[2:], equal_nan=True)
 
 
 def test_steps_of_a_recurrence_are_read_ahead() -> None:
