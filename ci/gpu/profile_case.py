@@ -203,7 +203,7 @@ class Case:
             self.calls[contender.name] = call
             row.outcome, row.first_s = "compiled, not timed", round(time.monotonic() - start, 1)
         if contender.name == self.job.backend:
-            breaks = compat.graph_breaks()
+            breaks = compat.counted("graph_break")
             row.replay, row.graph_breaks = _replay(reports), sum(breaks.values())
             self.lines += [*_about(reports), *(f"   graph break {n}x: {_one_line(reason)}" for reason, n in breaks.items())]
         gc.collect()

@@ -43,7 +43,8 @@ def aot_compile(
             return min_cut_rematerialization_partition(gm, *args, **kwargs)
 
     compilers = {"fw_compiler": forward, "bw_compiler": backward, "inference_compiler": inference}
-    with _resizing_whole():
+    caches = {k: False for k in ("bundled_autograd_cache", "force_autograd_cache") if hasattr(config, k)}  # of Inductor's code
+    with _resizing_whole(), config.patch(caches):
         return aot_autograd(**compilers, partition_fn=cut, keep_inference_input_mutations=True)(gm, inputs)
 
 
@@ -94,8 +95,7 @@ def _traced(name: str) -> Any:
 
 
 def keep_sources(made: GraphModule, gm: GraphModule) -> None:
-    """Copy to a rewritten Dynamo graph what AOTAutograd reads from `gm`: the sources of inputs, which tell parameters and
-    buffers. Dynamo stores them in attributes, which copies of a graph lose."""
+    """Copy to a rewritten graph Dynamo's attributes of `gm` that AOTAutograd reads: sources, which tell parameters and buffers."""
     for name in ("_param_name_to_source", "_source_to_user_stacks"):
         if hasattr(gm, name):
             setattr(made, name, getattr(gm, name))
@@ -159,8 +159,7 @@ def symbol_of(size: torch.SymInt) -> tuple[Any, int, int, int | None]:
 
 
 def _bounds(env: Any, expr: Any) -> tuple[int, int | None]:
-    """Cached bounds of an expression. Torch walks the whole expression each time, which is slow where sizes derive from sizes,
-    and a graph mentions each many times."""
+    """Cached bounds of an expression, which a graph mentions many times. Torch walks all of it, however long, each time."""
     known, ranges = _BOUNDS.setdefault(env, {}), env.var_to_range
     if (found := known.get(expr)) is not None and all(ranges.get(s) is r for s, r in found[2]):
         return found[:2]
@@ -257,8 +256,7 @@ PROFILING = "_is_profiler_enabled"
 
 
 def profiler_flag() -> Callable[[str], bool]:
-    """Return a function that, given PROFILING, tells whether a profiler is active (`torch.profiler` or `emit_nvtx`). Plans call
-    it at every call, so it is not Python code."""
+    """A function, not in Python, as each call needs it, that tells, given PROFILING, if `torch.profiler` or `emit_nvtx` is on."""
     return vars(torch.autograd.profiler).__getitem__
 
 
@@ -340,8 +338,7 @@ _SETTERS = ("set_", "_set_", "_enter", "_exit", "manual_seed", "seed", "use_dete
 
 
 def computes(target: Any) -> bool:
-    """Whether a function in a Dynamo graph only computes, so that it is safe to run it, and to run it again later. Autocast
-    regions count, because entering one can be detected and undone."""
+    """Whether a function in a Dynamo graph may be run twice: it only computes, or enters autocast, which is detected and undone."""
     if isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         return True
     if enters_autocast(target) or leaves_autocast(target) or target is torch._C._log_api_usage_once:
@@ -570,25 +567,29 @@ def compiled_module(model: Any) -> tuple[Any, str | None, dict[str, Any] | None]
     return model._orig_mod, None, None
 
 
-def graph_breaks() -> dict[str, int]:
-    """Reasons of Dynamo's graph breaks in this process, with their counts."""
-    return _counted("graph_break")
-
-
-def untraced() -> dict[str, int]:
-    """What Dynamo could not trace in this process, with counts; includes the reasons of graph breaks."""
-    return _counted("unimplemented")
-
-
-def frames() -> tuple[int, int]:
-    """How many functions Dynamo saw in this process, and how many it traced; the others run in plain Python."""
-    return tuple(_counted("frames").get(kind, 0) for kind in ("total", "ok"))  # type: ignore[return-value]
-
-
-def _counted(kind: str) -> dict[str, int]:
+def counted(kind: str) -> dict[str, int]:
+    """Dynamo's counts: `graph_break`, `unimplemented` (also breaks) by reason; `frames` that it saw (`total`), traced (`ok`)."""
     from torch._dynamo.utils import counters
 
     return {str(what): int(n) for what, n in counters[kind].items()}
+
+
+def saved_result() -> Any:
+    """The class that torch wants results of backends to be of where it saves them (`aot_compile`), else None."""
+    from torch._functorch import config
+
+    if not config.bundled_autograd_cache:
+        return None
+    from torch._dynamo.aot_compile_types import SerializableCallable
+
+    return SerializableCallable
+
+
+def graph_pickler() -> Any:
+    """Torch's module that pickles Dynamo's graphs with their fake inputs."""
+    from torch.fx import _graph_pickler
+
+    return _graph_pickler
 
 
 class DynamoCall(NamedTuple):
@@ -786,8 +787,7 @@ def inductor_provenance() -> Iterator[list[dict[str, list[str]]]]:
 
 
 def inductor_freezing() -> contextlib.AbstractContextManager[None]:
-    """Make Inductor treat weights as constants in this context. `options={"freezing": True}` is not enough: Dynamo, which
-    decides whether weights are inputs, reads the global configuration."""
+    """Make Inductor treat weights as constants in this context: Dynamo, which makes them inputs, ignores options."""
     from torch._inductor import config
 
     return config.patch(freezing=True)

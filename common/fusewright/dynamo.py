@@ -7,7 +7,7 @@ import gc
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,7 +41,13 @@ class Entry:
     ) -> Callable[..., Any]:
         _pause_gc_while_tracing()  # again after a reset
         with gc_paused():  # including the imports
-            return compile_dynamo(self.name, gm, example_inputs, options, mode)
+            run = partial(compile_dynamo, self.name, options=options, mode=mode)
+            if result := compat.saved_result():
+                from fusewright.capture.saved import Saved
+
+                result.register(Saved)
+                return Saved(run, gm, example_inputs)
+            return run(gm, example_inputs)
 
     @property
     def __name__(self) -> str:

@@ -106,7 +106,7 @@ def run(
     make = _train_call if train else _inference_call
     call = make(model, size, dtype, device, options)
     torch.compiler.reset()
-    breaks, untraced, before = compat.graph_breaks(), compat.untraced(), compat.frames()
+    breaks, untraced, before = compat.counted("graph_break"), compat.counted("unimplemented"), compat.counted("frames")
     log = logging.getLogger("fusewright")
     log.addFilter(_said_better)
     try:
@@ -116,9 +116,9 @@ def run(
             call(backend)
     finally:
         log.removeFilter(_said_better)
-    new, (given, traced) = _more(compat.graph_breaks(), breaks), compat.frames()
-    skipped = given - before[0] - (traced - before[1])
-    reasons = tuple(_more(compat.untraced(), untraced)) if skipped else ()
+    new, frames = _more(compat.counted("graph_break"), breaks), _more(compat.counted("frames"), before)
+    skipped = frames.get("total", 0) - frames.get("ok", 0)
+    reasons = tuple(_more(compat.counted("unimplemented"), untraced)) if skipped else ()
     actual = reports[0].backend if reports else backend
     judged = (_train_accuracy if train else _accuracy)(model, size, dtype, device, backend, options) if accuracy else None
     return Explained(model, actual, dtype, reports, new, len(reports) - first, seconds, judged, skipped, reasons)

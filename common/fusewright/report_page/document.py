@@ -157,7 +157,7 @@ def _silent() -> Iterator[None]:
 
 def _first_call(subject: Subject) -> tuple[list[GraphReport], dict[str, int], float, list[dict[str, Any]]]:
     """Reports of all graphs, reasons of graph breaks, seconds of the first call and its stages as nested spans."""
-    breaks = compat.graph_breaks()
+    breaks = compat.counted("graph_break")
     inside: list[tuple[float, float]] = []
     with _silent(), report.recording(keep=True) as reports:
         call = subject.compiled(_timed(subject.asked.backend, inside), subject.asked.options)
@@ -167,7 +167,7 @@ def _first_call(subject: Subject) -> tuple[list[GraphReport], dict[str, int], fl
         call()
         clock.wait()
         end = time.perf_counter()
-    new = {k: n - breaks.get(k, 0) for k, n in compat.graph_breaks().items() if n > breaks.get(k, 0)}
+    new = {k: n - breaks.get(k, 0) for k, n in compat.counted("graph_break").items() if n > breaks.get(k, 0)}
     return [r for r in reports if not r.superseded], new, end - start, _spans(start, end, inside, reports)
 
 
