@@ -102,7 +102,7 @@ def channels_last(gm: GraphModule) -> GraphModule | None:
     edits |= dict.fromkeys(norms, _norm_in_channels_last)
     written = set(map(_storage, _written(gm.graph))) if norms else set()
     for read in (_given(n, 0, "input") for n in norms):
-        if read not in edits and _storage(read) not in written:
+        if read in images and read not in edits and _storage(read) not in written:
             edits[read] = partial(_behind, memory_format=LAST)  # also what else reads it, such as the sum behind the block
     return _copied(gm, images, edits)
 
