@@ -71,8 +71,10 @@ def _adds(node: Any) -> bool:
         return False
     call = _call(node)
     first, other = call["self"], call["other"]
-    taken = isinstance(other, int | float) or (isinstance(other, Node) and alike(value_of(other), value_of(node)))
-    return bool(call["alpha"] == 1 and taken and alike(value_of(first), value_of(node)))
+    tensors = [value_of(x) for x in (node, first, other) if not isinstance(x, int | float)]
+    if call["alpha"] != 1 or not all(isinstance(t, torch.Tensor) for t in tensors):  # a size may be added, too
+        return False
+    return all(alike(t, tensors[0]) for t in tensors)
 
 
 def _continues(node: Node) -> bool:

@@ -156,3 +156,13 @@ def test_weights_that_may_change_in_each_call_stay_apart() -> None:
 
 def test_only_types_that_the_device_names_are_merged() -> None:
     assert _merged(ONE["RepVGG"].bfloat16(), X.bfloat16()) == (0, 2, 3)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_sums_with_sizes_are_no_branches() -> None:
+    """A symbolic number is an operand that no tensor is."""
+    f = torch.compile(lambda x: x + x.shape[0], backend="x86_onednn", dynamic=True)
+    with torch.no_grad():
+        for n in (3, 5):
+            x = torch.randn(n, 4)
+            torch.testing.assert_close(f(x), x + n)

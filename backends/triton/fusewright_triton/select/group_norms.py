@@ -2,7 +2,7 @@
 
 A row of such a norm is the few channels of a group at every pixel: read by itself, it takes a piece of each sector of memory, and
 rows that no program can hold are read several times. Sums over pixels read whole channels, and the groups' numbers are few
-(ResNet-50 with group norms, 128 images in bf16 on an H200: docs/studies/gpu-models.md).
+(measured: docs/studies/gpu-models.md).
 """
 
 from __future__ import annotations
