@@ -9,7 +9,7 @@ of weights, and for ops that draw random numbers, which visit elements in memory
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fusewright import _torch_compat as compat
+from fusewright.capture.masks import memory_written
 from fusewright.graph.spec import by_stride
 from fusewright.graph.view import dependents
 from fusewright.interface import Backend
@@ -36,7 +37,6 @@ _DRAWS = frozenset(
 _POINTWISE = frozenset({"add", "sub", "mul", "truediv", "div", "addcmul", "lerp"})
 """Functions and methods whose result is laid as their first operand of its shape."""
 _TRANSPOSES = frozenset({"transpose", "permute", "swapaxes", "swapdims", "movedim", "moveaxis"})
-_IN_PLACE = frozenset(f"i{name}" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor"))
 _TELLS_STRIDES = frozenset({"as_strided", "as_strided_", "set_", "resize_", "resize_as_", "stride", "untyped_storage", "data_ptr"})
 _PLAIN = frozenset({"torch", "_operator", "math", "builtins", "einops"})
 """Packages whose functions return the same values for any strides; operators that others registered under torch do not count."""
@@ -100,21 +100,24 @@ def channels_last(gm: GraphModule) -> GraphModule | None:
     edits: dict[Node, Edit] = {n: _in_channels_last for n in convs if n.target is torch.conv2d}
     norms = [n for n in gm.graph.nodes if n in images and _name(n) == "group_norm" and _example(n).dim() == 4]
     edits |= dict.fromkeys(norms, _norm_in_channels_last)
-    written = set(map(_storage, _written(gm.graph))) if norms else set()
-    for read in (_given(n, 0, "input") for n in norms):
-        if read in images and read not in edits and _storage(read) not in written:
-            edits[read] = partial(_behind, memory_format=LAST)  # also what else reads it, such as the sum behind the block
+    inputs = {x for n in norms if (x := _given(n, 0, "input")) in images and x not in edits}
+    if inputs:  # also what else reads them, such as the sum behind the block
+        changes = memory_written(gm)
+        edits |= {x: partial(_behind, memory_format=LAST) for x in inputs if not changes(x)}
     return _copied(gm, images, edits)
 
 
 def row_major(gm: GraphModule) -> GraphModule | None:
     """Return a copy of the graph whose residual streams are row-major; None if no stream of a training step begins as a transposed
     tensor and stays so, or if strides may matter. The graph itself is not changed."""
-    written = set(map(_storage, _written(gm.graph)))
     turned: set[Node] = set()
     edits: dict[Node, Edit] = {}
-    for n in gm.graph.nodes:
-        if not _is_stream(n) or _storage(n) in written:
+    streams = [n for n in gm.graph.nodes if _is_stream(n)]
+    if not streams:
+        return None
+    changes = memory_written(gm)
+    for n in streams:
+        if changes(n):
             continue
         operand = _leading(n)
         if operand is None:
@@ -194,19 +197,6 @@ def _in_front(operand: Node, graph: Graph, made: dict[Node, Node], n: Node) -> N
 def _behind(graph: Graph, made: dict[Node, Node], n: Node, memory_format: torch.memory_format = torch.contiguous_format) -> Node:
     """Let readers of a tensor read it in this layout: a copy, unless it is laid so."""
     return graph.call_method("contiguous", (made[n],), {"memory_format": memory_format})
-
-
-def _written(graph: Graph) -> Iterator[Node]:
-    """The tensors that a graph writes in place."""
-    for n in graph.nodes:
-        name = _name(n) if n.op in ("call_function", "call_method") else ""
-        if name in _IN_PLACE or name == "setitem" or (name.endswith("_") and not name.endswith("__")):
-            yield from n.all_input_nodes[:1]
-        yield from (x for x in [n.kwargs.get("out")] if isinstance(x, Node))
-
-
-def _storage(n: Node) -> int:
-    return _example(n).untyped_storage()._cdata
 
 
 def _given(n: Node, position: int, name: str) -> Any:

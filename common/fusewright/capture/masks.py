@@ -57,7 +57,7 @@ def _calls(gm: GraphModule) -> list[Node]:
 def fold(gm: GraphModule) -> int:
     """Simplify the attention calls of a Dynamo graph that have constant masks; return how many."""
     calls = _calls(gm)
-    written = _written(gm) if calls else lambda node: True
+    written = memory_written(gm) if calls else lambda node: True
     known: dict[Node, Any] = {}
     by_index = index_masks.Reader(written)
     changed = 0
@@ -193,7 +193,7 @@ def _fits(example: Any) -> bool:
     return isinstance(example, int | float | bool)
 
 
-def _written(gm: GraphModule) -> Callable[[Node], bool]:
+def memory_written(gm: GraphModule) -> Callable[[Node], bool]:
     """Return whether somebody may write to a node's memory, also through a view of it."""
     into = {i for n in gm.graph.nodes if _writes(n) for i in n.all_input_nodes}
     storages = {storage for i in into for storage in _storages(i)}
@@ -210,7 +210,16 @@ def _writes(node: Node) -> bool:
     """Whether a node may write to an argument: in-place methods and operators, `out=`, item assignment."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     in_place = name.endswith("_") and not name.endswith("__") and name not in PURE
-    return in_place or _mutates(node.target) or name in ("setitem", *_IN_PLACE) or "out" in node.kwargs
+    in_place = in_place or name in ("setitem", *_IN_PLACE) or _asked_to(node)
+    return in_place or _mutates(node.target) or "out" in node.kwargs
+
+
+def _asked_to(node: Node) -> bool:
+    """Whether a function of torch (`F.relu`) is called with `inplace=True`, by name or by place."""
+    code = getattr(node.target, "__code__", None)
+    named = code.co_varnames[: code.co_argcount] if code is not None else ()
+    at = named.index("inplace") if "inplace" in named else len(node.args)
+    return bool(node.kwargs.get("inplace", *node.args[at : at + 1]))
 
 
 def _mutates(target: Any) -> bool:

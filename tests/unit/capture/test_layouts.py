@@ -319,6 +319,22 @@ def test_a_transposed_stream_is_row_major(begin: Callable[..., Any], then: Calla
         assert a.stride() == b.stride()
 
 
+def test_what_shares_memory_with_a_stream_sees_what_is_written_to_it() -> None:
+    """By a function that is asked to write."""
+
+    def begin(x: torch.Tensor) -> torch.Tensor:
+        image = x.transpose(1, 2)
+        stream = image.transpose(1, 2)
+        twice = stream * 2
+        F.relu(stream, True)
+        return twice + stream + image.mean()
+
+    torch.manual_seed(1)
+    module = Stream(begin)
+    for a, b in zip(stepped(module, "eager"), stepped(module, in_rows([])), strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def test_a_stream_is_copied_where_it_begins() -> None:
     rewritten = list[str]()
     stepped(Stream(lambda x: x), in_rows(rewritten))

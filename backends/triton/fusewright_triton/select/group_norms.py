@@ -145,10 +145,10 @@ def _write_gradient(op: OpView, c: Calls) -> None:
 ROWS = (
     Row(
         "triton.group_norm", chain("group_norm"), when=lambda m, c: _has_groups(m.anchor),
-        write=lambda m, c: _write(m.anchor, c), note="group norm by channels",
+        write=lambda m, c: _write(m.anchor, c), note="group norm, by channels if images are channels-last",
     ),
     Row(
         "triton.group_norm_backward", chain("group_norm_backward"), when=lambda m, c: _has_groups(m.anchor),
-        write=lambda m, c: _write_gradient(m.anchor, c), note="gradient of a group norm by channels",
+        write=lambda m, c: _write_gradient(m.anchor, c), note="gradient of a group norm, by channels if images are channels-last",
     ),
 )  # fmt: skip
