@@ -207,8 +207,14 @@ MANY = {"groups": 2, "width": 64}
 
 
 @pytest.mark.parametrize(
-    "how", [{}, {"kernel": 5}, {"kernel": 7}, {"stride": 2}, {"padding": "same"}, {**MANY, "outs": 64}], ids=str
-)
+    "how",
+    [
+        {}, {"kernel": 5}, {"kernel": 7}, {"stride": 2}, {"padding": "same"},
+        {**MANY, "outs": 64}, {**MANY, "outs": 64, "kernel": 7},
+        {"groups": 2}, {"groups": 4, "kernel": (3, 5)}, {"groups": 4, "outs": 16, "kernel": 1}, {"groups": 4, "width": 48, "outs": 48},
+    ],
+    ids=str,
+)  # fmt: skip
 def test_grouped_convolutions_are_channels_last(how: dict[str, Any]) -> None:
     torch.manual_seed(1)
     module = Images(lambda x: x, **{"groups": 8, **how})
@@ -221,7 +227,10 @@ def test_grouped_convolutions_are_channels_last(how: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     "how",
-    [{"groups": 2}, {**MANY, "outs": 32}, {"outs": 16}, {"dilation": 2}, {"kernel": (3, 5)}, {"stride": 3}],
+    [
+        {"outs": 16}, {"dilation": 2}, {"kernel": (3, 5)}, {"stride": 3},
+        {"groups": 2, "kernel": 7}, {"groups": 2, "stride": (1, 2)}, {"groups": 2, "width": 12, "outs": 12},
+    ],
     ids=str,
 )  # fmt: skip
 def test_groups_without_kernels_of_this_layout_are_left_alone(how: dict[str, Any]) -> None:

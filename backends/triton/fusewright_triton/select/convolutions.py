@@ -143,7 +143,7 @@ def _write(m: Match, c: Calls) -> None:
         weight = folded(m, c)[0] if m.get("norm") is not None else _packed(b.exact(op.arg("weight")), c)
         bias = None if m.get("unshifted") else op.arg("bias")
         if bias is not None and spec_of(bias).dtype == spec_of(op.arg("weight")).dtype and _kernels_read(m.out, c):
-            _add_bias(op, (x, weight, None, *geometry, False, (0, 0), groups), stride, c)
+            add_bias(op, (x, weight, None, *geometry, False, (0, 0), groups), stride, c)
         else:
             library("aten::convolution.default", x, weight, c.exact(bias), *geometry, False, (0, 0), groups)
         return
@@ -172,14 +172,16 @@ def _alone(m: Match, c: Calls) -> None:
     """Emit torch's own call without its bias, which a kernel adds."""
     op = m.anchor
     rest = (op.arg(n) for n in ("stride", "padding", "dilation", "transposed", "output_padding", "groups"))
-    _add_bias(op, (c.exact(op.arg("input")), c.exact(op.arg("weight")), None, *rest), None, c)
+    add_bias(op, (c.exact(op.arg("input")), c.exact(op.arg("weight")), None, *rest), None, c)
 
 
-def _add_bias(op: OpView, args: tuple[Any, ...], stride: Sequence[int] | None, c: Calls) -> None:
+def add_bias(
+    op: OpView, args: tuple[Any, ...], stride: Sequence[int] | None, c: Calls, target: str = "aten::convolution.default"
+) -> None:
     """Emit a convolution without bias, and the bias as an op for the fuser."""
     b, out = c.b, spec_of(op.out)
     made = c.ctx.value(out if stride is None else replace(out, stride=tuple(stride)))
-    b.call("aten::convolution.default", *args, out=made, op=op)
+    b.call(target, *args, out=made, op=op)
     _bias_behind(op, made, stride, c)
 
 
