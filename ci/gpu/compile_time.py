@@ -133,7 +133,7 @@ def _compiling(times: Times) -> Iterator[list[dict[str, Any]]]:
     from fusewright_triton import runtime
     from fusewright_triton.backend import NvidiaTriton
     from fusewright_triton.build import binaries
-    from fusewright_triton.kernels.precompile import orders
+    from fusewright_triton.run.precompile import orders
 
     device, _ = replay.BACKENDS[BACKEND]
     requests: list[dict[str, Any]] = []

@@ -41,9 +41,9 @@ from fusewright.toolkit.lower.tables import RULES
 from fusewright.toolkit.region.builder import Builder
 from fusewright_triton import target
 from fusewright_triton.emit.schedule import Config
-from fusewright_triton.kernels.precompile import orders
 from fusewright_triton.lowerings import CUDNN, LOWERINGS
 from fusewright_triton.run.handwritten import INSTALL, NAMESPACE, Order, library
+from fusewright_triton.run.precompile import orders
 from fusewright_triton.select.calls import rewritten
 from fusewright_triton.select.convolutions import SHORTCUT
 

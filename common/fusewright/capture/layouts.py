@@ -46,7 +46,7 @@ _OPAQUE = (torch._ops.HigherOrderOperator, torch._ops.OpOverload, torch._ops.OpO
 MANY = 32
 """Channels of a group, in and out, from which on grouped convolutions measured faster in channels-last, for any window."""
 RUN, WINDOW = 8, 5
-"""Channels of which those of several groups, MANY at most, are a multiple in smaller groups, and the longest side of their window."""
+"""In smaller groups: what the channels of several together, MANY at most, are a multiple of, and the longest side of a window."""
 
 
 class _Weight(torch.autograd.Function):

@@ -19,7 +19,7 @@ from fusewright.bench.accuracy import compare
 from fusewright.capture import direct
 from fusewright_triton import runtime
 from fusewright_triton.backend import NvidiaTriton
-from fusewright_triton.kernels.precompile import orders
+from fusewright_triton.run.precompile import orders
 from tests.models.test_suite import gradient_verdict, outputs, wide
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")

@@ -18,7 +18,8 @@ from fusewright_triton.emit import device as fw
 @triton.jit
 def of_windows(
     x_ptr, weight_ptr, image, top, left, valid, channels, kept, C, HEIGHT, WIDTH,
-    KH: tl.constexpr, KW: tl.constexpr, UP: tl.constexpr, VECTOR: tl.constexpr, BM: tl.constexpr, BI: tl.constexpr, BO: tl.constexpr,
+    KH: tl.constexpr, KW: tl.constexpr, UP: tl.constexpr, VECTOR: tl.constexpr,
+    BM: tl.constexpr, BI: tl.constexpr, BO: tl.constexpr,
 ):  # fmt: skip
     """Sums [BM, BO] over windows of the image's kept channels; with UP, of an image with UP - 1 zeros between its pixels."""
     sums = tl.full([BM, BO], 0.0, tl.float32)
@@ -42,16 +43,16 @@ def of_windows(
 
 @triton.jit
 def grouped(
-    x_ptr, weight_ptr, out_ptr, M, TILES, C, O, HEIGHT, WIDTH, ROWS, COLUMNS, SH, SW, PH, PW,
+    x_ptr, weight_ptr, out_ptr, M, TILES, C, K, HEIGHT, WIDTH, ROWS, COLUMNS, SH, SW, PH, PW,
     KH: tl.constexpr, KW: tl.constexpr, UP: tl.constexpr, GROUPS: tl.constexpr, INS: tl.constexpr, OUTS: tl.constexpr,
     VECTOR: tl.constexpr, BM: tl.constexpr, BI: tl.constexpr, BO: tl.constexpr,
 ):  # fmt: skip
-    """A convolution without bias, dense out [M, O], M pixels of ROWS x COLUMNS an image, or (UP) the image's gradient of one of
+    """A convolution without bias, dense out [M, K], M pixels of ROWS x COLUMNS an image, or (UP) the image's gradient of one of
     stride UP, from dense x [images, HEIGHT, WIDTH, C].
 
     A tile is GROUPS groups of INS channels of x and OUTS of out; weights are [TILES, KH, KW, BI, BO], or (UP) the convolution's,
     [TILES, KH, KW, BO, BI], with zeros between groups and behind. The window of a pixel begins at row * SH - PH,
-    column * SW - PW. C, O and the channels of a tile are multiples of VECTOR.
+    column * SW - PW. C, K and the channels of a tile are multiples of VECTOR.
     """
     tile = tl.program_id(0) % TILES
     pixels = tl.program_id(0) // TILES * BM + tl.arange(0, BM)
@@ -75,19 +76,19 @@ def grouped(
                 )  # fmt: skip
                 exact = tl.where((o // OUTS == group)[None, :], alone, exact)
             sums = exact
-    to = out_ptr + tl.multiple_of(pixels.to(tl.int64) * O, VECTOR)
+    to = out_ptr + tl.multiple_of(pixels.to(tl.int64) * K, VECTOR)
     to = to[:, None] + (tile * (GROUPS * OUTS) + o)[None, :]
     tl.store(to, sums.to(out_ptr.dtype.element_ty), mask=(pixels < M)[:, None] & (o < GROUPS * OUTS)[None, :])
 
 
 @triton.jit
 def weight_gradient(
-    grad_ptr, x_ptr, out_ptr, M, TILES, PIECE, C, O, HEIGHT, WIDTH, ROWS, COLUMNS, SH, SW, PH, PW,
+    grad_ptr, x_ptr, out_ptr, M, TILES, PIECE, C, K, HEIGHT, WIDTH, ROWS, COLUMNS, SH, SW, PH, PW,
     KH: tl.constexpr, KW: tl.constexpr, GROUPS: tl.constexpr, INS: tl.constexpr, OUTS: tl.constexpr,
     VECTOR: tl.constexpr, BM: tl.constexpr, BJ: tl.constexpr, BI: tl.constexpr, BO: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of a weight, a row of its window a program, over PIECE pixels, a multiple of BM: fp32 [pieces, O, KH, KW, INS]
-    of dense grad [M, O] and x [images, HEIGHT, WIDTH, C]. What `grouped` says of a convolution holds; BJ is at least KW."""
+    """The gradient of a weight, a row of its window a program, over PIECE pixels, a multiple of BM: fp32 [pieces, K, KH, KW, INS]
+    of dense grad [M, K] and x [images, HEIGHT, WIDTH, C]. What `grouped` says of a convolution holds; BJ is at least KW."""
     tile = tl.program_id(0) % TILES
     i = tl.program_id(0) // TILES % KH
     piece = tl.program_id(0) // (TILES * KH)
@@ -100,7 +101,7 @@ def weight_gradient(
         pixels = piece * PIECE + block * BM + tl.arange(0, BM)
         image = pixels // (ROWS * COLUMNS)
         place = pixels - image * (ROWS * COLUMNS)
-        at = grad_ptr + tl.multiple_of(pixels.to(tl.int64) * O, VECTOR)
+        at = grad_ptr + tl.multiple_of(pixels.to(tl.int64) * K, VECTOR)
         used_grad = (pixels < M)[:, None] & (o < GROUPS * OUTS)[None, :]
         grad = tl.load(at[:, None] + (tile * (GROUPS * OUTS) + o)[None, :], mask=used_grad, other=0.0)
         row, left = place // COLUMNS * SH - PH + i, place % COLUMNS * SW - PW
@@ -110,5 +111,5 @@ def weight_gradient(
         window = tl.load(first[:, None] + offsets[None, :], mask=inside, other=0.0)
         sums = tl.dot(tl.trans(window), grad, sums)
     same = used[:, None] & (o < GROUPS * OUTS)[None, :] & ((c // INS)[:, None] == (o // OUTS)[None, :])
-    to = (((piece * O + tile * (GROUPS * OUTS) + o)[None, :] * KH + i) * KW + j[:, None]) * INS + (c % INS)[:, None]
+    to = (((piece * K + tile * (GROUPS * OUTS) + o)[None, :] * KH + i) * KW + j[:, None]) * INS + (c % INS)[:, None]
     tl.store(out_ptr + to, sums, mask=same)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.grad import conv2d_input, conv2d_weight
 
 from fusewright_triton.kernels.attention_ops import power_of_two
 from fusewright_triton.run.handwritten import NAMESPACE, Kernel, operator, or_else
@@ -34,7 +35,7 @@ PIXELS, PIXELS_SUMMED = 128, 64
 """Pixels of a block, and of one whose sum is a weight's gradient."""
 
 PROGRAMS = 528
-"""Programs of a weight's gradient: four for each of an H100's multiprocessors."""
+"""Programs of a weight's gradient: four for each multiprocessor of the largest GPU that was measured."""
 
 BUILD = {"num_warps": 4, "num_stages": 3}
 
@@ -132,7 +133,7 @@ def _image_by_torch(
     groups: int, target: str,
 ) -> Tensor:  # fmt: skip
     weight, image = _weight(matrices, shape, groups), (grad.shape[0], shape[1] * groups, *size)
-    made = torch.nn.grad.conv2d_input(image, weight, grad, stride, tuple(padding), groups=groups)
+    made = conv2d_input(image, weight, grad, stride, tuple(padding), groups=groups)
     return made.contiguous(memory_format=LAST)
 
 
@@ -168,7 +169,7 @@ def _weight_by_torch(
     grad: Tensor, x: Tensor, shape: Sequence[int], stride: Sequence[int], padding: Sequence[int], groups: int, target: str
 ) -> Tensor:
     found = _weight_meta(grad, x, shape, stride, padding, groups, target).zero_()
-    made = torch.nn.grad.conv2d_weight(x, tuple(shape), grad, tuple(stride), tuple(padding), groups=groups)
+    made = conv2d_weight(x, tuple(shape), grad, tuple(stride), tuple(padding), groups=groups)
     found[0] = made.permute(0, 2, 3, 1)
     return found
 

@@ -38,7 +38,7 @@ def reason(op: OpView) -> str | None:
         return "no groups, not 2-d, transposed or symbolic"
     if x.dtype != w.dtype or x.numel_hint() < ELEMENTS:
         return "mixed types, or small images"
-    outs, ins, *window = (int(n) for n in w.shape)
+    outs, ins, *window = _shape(op)
     outs //= groups
     if set(op.arg("dilation")) != {1} or max(window) > WINDOW or len(set(op.arg("stride"))) > 1 or ins == 1:
         return "dilated, a large window, strides that differ, or depthwise"
@@ -59,7 +59,8 @@ def backward_reason(op: OpView) -> str | None:
 def _suits(m: Match, c: Calls) -> bool:
     op = m.anchor
     laid = layout_of(spec_of(op.arg("input"))) == "channels_last"
-    return (c.graph.phase == "infer" and c.is_const(op.arg("weight")) or laid) and reason(op) is None
+    constant = c.graph.phase == "infer" and c.is_const(op.arg("weight"))
+    return (laid or constant) and reason(op) is None
 
 
 def _blocks(op: OpView, c: Calls) -> Ref:
@@ -92,14 +93,14 @@ def _write_gradients(m: Match, c: Calls) -> None:
     made = [c.ctx.value(None) for _ in op.outs]
     if wanted[0]:
         made[0] = b.with_layout(op.outs[0], channels_last_strides(x.shape))  # type: ignore[arg-type]
-        given = (grad, _blocks(op, c), x.shape[2:], shape, stride[0], padding, groups, target)
-        b.call(kernels.IMAGE_GRADIENT, *given, out=made[0], op=op)
+        how = (x.shape[2:], shape, stride[0], padding, groups, target)
+        b.call(kernels.IMAGE_GRADIENT, grad, _blocks(op, c), *how, out=made[0], op=op)
     if wanted[1]:
         pixels = spec_of(op.arg("grad_output")).numel_hint() // shape[0]
         parts = kernels.parts(pixels, shape, groups)
         made[1] = c.ctx.value(replace(weight, shape=parts, stride=contiguous_strides(parts), dtype=torch.float32))
-        given = (grad, images(op.arg("input"), c), shape, stride, padding, groups, target)
-        b.call(kernels.WEIGHT_GRADIENT, *given, out=made[1], op=op)
+        images_read = images(op.arg("input"), c)
+        b.call(kernels.WEIGHT_GRADIENT, grad, images_read, shape, stride, padding, groups, target, out=made[1], op=op)
     b.replace(op, *made)
     if wanted[1]:
         _give_weight(op, made[1], c)

@@ -77,7 +77,7 @@ def test_gradients(
     {"images": False},
 ])  # fmt: skip
 def test_others_stay(how: dict[str, Any]) -> None:
-    """Dense, depthwise, of the library's own sizes, of channels that make no tile, large windows, other strides, planes in training."""
+    """Dense, depthwise, of channels that make no tile, of large windows, of other strides, and planes in training."""
     g = Net()
     g.phase = "forward"
     given = {"groups": 8, "k": 3, "images": True, "channels": 48, "stride": (1, 1), **how}
