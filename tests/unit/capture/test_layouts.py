@@ -212,7 +212,7 @@ MANY = {"groups": 2, "width": 64}
         {}, {"kernel": 5}, {"kernel": 7}, {"stride": 2}, {"padding": "same"},
         {**MANY, "outs": 64}, {**MANY, "outs": 64, "kernel": 7},
         {"groups": 2}, {"groups": 4, "kernel": (3, 5)}, {"groups": 4, "outs": 16, "kernel": 1},
-        {"groups": 4, "width": 48, "outs": 48},
+        {"groups": 4, "width": 48, "outs": 48}, {"groups": 2, "dilation": 2},
     ],
     ids=str,
 )  # fmt: skip

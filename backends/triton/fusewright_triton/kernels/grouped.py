@@ -17,7 +17,7 @@ from fusewright_triton.emit import device as fw
 
 @triton.jit
 def of_windows(
-    x_ptr, weight_ptr, image, top, left, valid, channels, kept, C, HEIGHT, WIDTH,
+    x_ptr, weight_ptr, image, top, left, valid, channels, kept, C, HEIGHT, WIDTH, DH, DW,
     KH: tl.constexpr, KW: tl.constexpr, UP: tl.constexpr, VECTOR: tl.constexpr,
     BM: tl.constexpr, BI: tl.constexpr, BO: tl.constexpr,
 ):  # fmt: skip
@@ -25,7 +25,7 @@ def of_windows(
     sums = tl.full([BM, BO], 0.0, tl.float32)
     i, o = tl.arange(0, BI), tl.arange(0, BO)
     for k in range(KH * KW):
-        row, column = top + k // KW, left + k % KW
+        row, column = top + k // KW * DH, left + k % KW * DW
         inside = valid & (row >= 0) & (column >= 0)
         if UP > 1:
             inside = inside & (row % UP == 0) & (column % UP == 0)
@@ -43,7 +43,7 @@ def of_windows(
 
 @triton.jit
 def grouped(
-    x_ptr, weight_ptr, out_ptr, M, TILES, C, K, HEIGHT, WIDTH, ROWS, COLUMNS, SH, SW, PH, PW,
+    x_ptr, weight_ptr, out_ptr, M, TILES, C, K, HEIGHT, WIDTH, ROWS, COLUMNS, SH, SW, PH, PW, DH, DW,
     KH: tl.constexpr, KW: tl.constexpr, UP: tl.constexpr, GROUPS: tl.constexpr, INS: tl.constexpr, OUTS: tl.constexpr,
     VECTOR: tl.constexpr, BM: tl.constexpr, BI: tl.constexpr, BO: tl.constexpr,
 ):  # fmt: skip
@@ -52,7 +52,7 @@ def grouped(
 
     A tile is GROUPS groups of INS channels of x and OUTS of out; weights are [TILES, KH, KW, BI, BO], or (UP) the convolution's,
     [TILES, KH, KW, BO, BI], with zeros between groups and behind. The window of a pixel begins at row * SH - PH,
-    column * SW - PW. C, K and the channels of a tile are multiples of VECTOR.
+    column * SW - PW, its places DH and DW apart. C, K and the channels of a tile are multiples of VECTOR.
     """
     tile = tl.program_id(0) % TILES
     pixels = tl.program_id(0) // TILES * BM + tl.arange(0, BM)
@@ -63,7 +63,8 @@ def grouped(
     channels = tile * (GROUPS * INS) + i
     weight = weight_ptr + tile * (KH * KW * BI * BO)
     sums = of_windows(
-        x_ptr, weight, image, top, left, pixels < M, channels, i < GROUPS * INS, C, HEIGHT, WIDTH, KH, KW, UP, VECTOR, BM, BI, BO
+        x_ptr, weight, image, top, left, pixels < M, channels, i < GROUPS * INS, C, HEIGHT, WIDTH, DH, DW,
+        KH, KW, UP, VECTOR, BM, BI, BO,
     )
     if GROUPS > 1:
         wrong = fw.reduce_max((sums - sums != 0.0).to(tl.float32), 1)
@@ -71,7 +72,7 @@ def grouped(
             exact = tl.full([BM, BO], 0.0, tl.float32)
             for group in range(GROUPS):
                 alone = of_windows(
-                    x_ptr, weight, image, top, left, pixels < M, channels, i // INS == group, C, HEIGHT, WIDTH,
+                    x_ptr, weight, image, top, left, pixels < M, channels, i // INS == group, C, HEIGHT, WIDTH, DH, DW,
                     KH, KW, UP, VECTOR, BM, BI, BO,
                 )  # fmt: skip
                 exact = tl.where((o // OUTS == group)[None, :], alone, exact)
@@ -83,7 +84,7 @@ def grouped(
 
 @triton.jit
 def weight_gradient(
-    grad_ptr, x_ptr, out_ptr, M, TILES, PIECE, C, K, HEIGHT, WIDTH, ROWS, COLUMNS, SH, SW, PH, PW,
+    grad_ptr, x_ptr, out_ptr, M, TILES, PIECE, C, K, HEIGHT, WIDTH, ROWS, COLUMNS, SH, SW, PH, PW, DH, DW,
     KH: tl.constexpr, KW: tl.constexpr, GROUPS: tl.constexpr, INS: tl.constexpr, OUTS: tl.constexpr,
     VECTOR: tl.constexpr, BM: tl.constexpr, BJ: tl.constexpr, BI: tl.constexpr, BO: tl.constexpr,
 ):  # fmt: skip
@@ -96,7 +97,7 @@ def weight_gradient(
     j, c = q // BI, q % BI
     used = (j < KW) & (c < GROUPS * INS)
     sums = tl.full([BJ * BI, BO], 0.0, tl.float32)
-    offsets = tl.multiple_of(j * C, VECTOR) + (tile * (GROUPS * INS) + c)
+    offsets = tl.multiple_of(j * DW * C, VECTOR) + (tile * (GROUPS * INS) + c)
     for block in range(PIECE // BM):
         pixels = piece * PIECE + block * BM + tl.arange(0, BM)
         image = pixels // (ROWS * COLUMNS)
@@ -104,8 +105,8 @@ def weight_gradient(
         at = grad_ptr + tl.multiple_of(pixels.to(tl.int64) * K, VECTOR)
         used_grad = (pixels < M)[:, None] & (o < GROUPS * OUTS)[None, :]
         grad = tl.load(at[:, None] + (tile * (GROUPS * OUTS) + o)[None, :], mask=used_grad, other=0.0)
-        row, left = place // COLUMNS * SH - PH + i, place % COLUMNS * SW - PW
-        column = left[:, None] + j[None, :]
+        row, left = place // COLUMNS * SH - PH + i * DH, place % COLUMNS * SW - PW
+        column = left[:, None] + (j * DW)[None, :]
         inside = ((pixels < M) & (row >= 0) & (row < HEIGHT))[:, None] & (column >= 0) & (column < WIDTH) & used[None, :]
         first = x_ptr + tl.multiple_of(((image * HEIGHT + row) * WIDTH + left).to(tl.int64) * C, VECTOR)
         window = tl.load(first[:, None] + offsets[None, :], mask=inside, other=0.0)

@@ -1,8 +1,8 @@
 """Convolutions of small groups and their gradients, as torch operators that a plan can name, on GPUs and (interpreted) on CPU
 tensors.
 
-`fusewright_triton::grouped`, `grouped_image_gradient` and `grouped_weight_gradient`, all of channels-last images, in bf16 or fp16,
-without dilation; `grouped_blocks` lays out the weight of the first two.
+`fusewright_triton::grouped`, `grouped_image_gradient` and `grouped_weight_gradient`, all of channels-last images, in bf16 or fp16;
+`steps` is stride, padding and dilation. `grouped_blocks` lays out the weight of the first two.
 """
 
 from __future__ import annotations
@@ -89,7 +89,9 @@ def _aligned(how: Tile, groups: int, *channels: int) -> int:
     return math.gcd(RUN, *(how.groups * n // groups for n in channels))
 
 
-def _run(x: Tensor, matrices: Tensor, out: Tensor, how: Tile, steps: Sequence[int], up: int, groups: int, target: str) -> None:
+def _run(
+    x: Tensor, matrices: Tensor, out: Tensor, how: Tile, steps: Sequence[int], up: int, groups: int, target: str
+) -> None:
     """Launch the convolution, or (up) the image's gradient."""
     pixels, (kh, kw) = out.numel() // out.shape[1], matrices.shape[1:3]
     sizes = (x.shape[1], out.shape[1], *x.shape[2:], *out.shape[2:])
@@ -102,56 +104,59 @@ def _run(x: Tensor, matrices: Tensor, out: Tensor, how: Tile, steps: Sequence[in
     CONVOLUTION.launch(named(target), -(-pixels // PIXELS) * how.tiles, args, fixed, **BUILD)
 
 
+def _pairs(steps: Sequence[int]) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
+    return (steps[0], steps[1]), (steps[2], steps[3]), (steps[4], steps[5])
+
+
 def _by_torch(
-    x: Tensor, matrices: Tensor, shape: Sequence[int], stride: Sequence[int], padding: Sequence[int], groups: int, target: str
+    x: Tensor, matrices: Tensor, shape: Sequence[int], steps: Sequence[int], groups: int, target: str
 ) -> Tensor:
     weight = _weight(matrices, shape, groups)
-    return torch.nn.functional.conv2d(x, weight, None, stride, padding, groups=groups).contiguous(memory_format=LAST)
+    return torch.nn.functional.conv2d(x, weight, None, *_pairs(steps), groups).contiguous(memory_format=LAST)
 
 
 @or_else(_by_torch)
 def grouped(
-    x: Tensor, matrices: Tensor, shape: Sequence[int], stride: Sequence[int], padding: Sequence[int], groups: int, target: str
+    x: Tensor, matrices: Tensor, shape: Sequence[int], steps: Sequence[int], groups: int, target: str
 ) -> Tensor:
     """Compute a convolution without bias, with one rounding at the end, of x [n, groups * ins, h, w] and the `blocks` of a weight
     of this shape, [groups * outs, ins, kh, kw]."""
-    out = _meta(x, matrices, shape, stride, padding, groups, target)
+    out = _meta(x, matrices, shape, steps, groups, target)
     if out.numel():
-        _run(x, matrices, out, _tile(shape, groups), (*stride, *padding), 0, groups, target)
+        _run(x, matrices, out, _tile(shape, groups), steps, 0, groups, target)
     return out
 
 
-def _meta(
-    x: Tensor, matrices: Tensor, shape: Sequence[int], stride: Sequence[int], padding: Sequence[int], groups: int, target: str
-) -> Tensor:
-    sizes = [(n + 2 * p - k) // s + 1 for n, k, s, p in zip(x.shape[2:], shape[2:], stride, padding, strict=True)]
+def _meta(x: Tensor, matrices: Tensor, shape: Sequence[int], steps: Sequence[int], groups: int, target: str) -> Tensor:
+    sides = zip(x.shape[2:], shape[2:], steps[:2], steps[2:4], steps[4:], strict=True)
+    sizes = [(n + 2 * p - (k - 1) * d - 1) // s + 1 for n, k, s, p, d in sides]
     return torch.empty((x.shape[0], shape[0], *sizes), dtype=x.dtype, device=x.device, memory_format=LAST)
 
 
 def _image_by_torch(
-    grad: Tensor, matrices: Tensor, size: Sequence[int], shape: Sequence[int], stride: int, padding: Sequence[int],
+    grad: Tensor, matrices: Tensor, size: Sequence[int], shape: Sequence[int], steps: Sequence[int],
     groups: int, target: str,
 ) -> Tensor:  # fmt: skip
     weight, image = _weight(matrices, shape, groups), (grad.shape[0], shape[1] * groups, *size)
-    made = conv2d_input(image, weight, grad, stride, tuple(padding), groups=groups)
+    made = conv2d_input(image, weight, grad, *_pairs(steps), groups)
     return made.contiguous(memory_format=LAST)
 
 
 @or_else(_image_by_torch)
 def image_gradient(
-    grad: Tensor, matrices: Tensor, size: Sequence[int], shape: Sequence[int], stride: int, padding: Sequence[int],
+    grad: Tensor, matrices: Tensor, size: Sequence[int], shape: Sequence[int], steps: Sequence[int],
     groups: int, target: str,
 ) -> Tensor:  # fmt: skip
     """Compute the gradient [n, groups * ins, *size] of the image that `grouped` reads, for the same stride in both directions."""
-    out = _image_meta(grad, matrices, size, shape, stride, padding, groups, target)
-    before = [k - 1 - p for k, p in zip(shape[2:], padding, strict=True)]
+    out = _image_meta(grad, matrices, size, shape, steps, groups, target)
+    before = [(k - 1) * d - p for k, p, d in zip(shape[2:], steps[2:4], steps[4:], strict=True)]
     if out.numel():
-        _run(grad, matrices, out, _tile(shape, groups), (1, 1, *before), stride, groups, target)
+        _run(grad, matrices, out, _tile(shape, groups), (1, 1, *before, *steps[4:]), steps[0], groups, target)
     return out
 
 
 def _image_meta(
-    grad: Tensor, matrices: Tensor, size: Sequence[int], shape: Sequence[int], stride: int, padding: Sequence[int],
+    grad: Tensor, matrices: Tensor, size: Sequence[int], shape: Sequence[int], steps: Sequence[int],
     groups: int, target: str,
 ) -> Tensor:  # fmt: skip
     image = (grad.shape[0], shape[1] * groups, *size)
@@ -166,21 +171,21 @@ def parts(pixels: int, shape: Sequence[int], groups: int) -> tuple[int, ...]:
 
 
 def _weight_by_torch(
-    grad: Tensor, x: Tensor, shape: Sequence[int], stride: Sequence[int], padding: Sequence[int], groups: int, target: str
+    grad: Tensor, x: Tensor, shape: Sequence[int], steps: Sequence[int], groups: int, target: str
 ) -> Tensor:
-    found = _weight_meta(grad, x, shape, stride, padding, groups, target).zero_()
-    made = conv2d_weight(x, tuple(shape), grad, tuple(stride), tuple(padding), groups=groups)
+    found = _weight_meta(grad, x, shape, steps, groups, target).zero_()
+    made = conv2d_weight(x, tuple(shape), grad, *_pairs(steps), groups)
     found[0] = made.permute(0, 2, 3, 1)
     return found
 
 
 @or_else(_weight_by_torch)
 def weight_gradient(
-    grad: Tensor, x: Tensor, shape: Sequence[int], stride: Sequence[int], padding: Sequence[int], groups: int, target: str
+    grad: Tensor, x: Tensor, shape: Sequence[int], steps: Sequence[int], groups: int, target: str
 ) -> Tensor:
     """Compute parts in fp32, `parts(...)`, whose sum over the first dim is the gradient of a weight of this shape, as
     [groups * outs, kh, kw, ins]."""
-    out = _weight_meta(grad, x, shape, stride, padding, groups, target)
+    out = _weight_meta(grad, x, shape, steps, groups, target)
     how, pixels, (kh, kw) = _tile(shape, groups), grad.numel() // grad.shape[1], shape[2:]
     piece = -(-pixels // (out.shape[0] * PIXELS_SUMMED)) * PIXELS_SUMMED
     sizes = (x.shape[1], grad.shape[1], *x.shape[2:], *grad.shape[2:])
@@ -190,22 +195,22 @@ def weight_gradient(
         "VECTOR": _aligned(how, groups, x.shape[1], grad.shape[1]), "BM": PIXELS_SUMMED,
         "BJ": 1 << (kw - 1).bit_length(), "BI": how.ins, "BO": how.outs,
     }  # fmt: skip
-    args = (*images, out, pixels, how.tiles, piece, *sizes, *stride, *padding)
+    args = (*images, out, pixels, how.tiles, piece, *sizes, *steps)
     WEIGHT.launch(named(target), how.tiles * kh * out.shape[0], args, fixed, **BUILD)
     return out
 
 
 def _weight_meta(
-    grad: Tensor, x: Tensor, shape: Sequence[int], stride: Sequence[int], padding: Sequence[int], groups: int, target: str
+    grad: Tensor, x: Tensor, shape: Sequence[int], steps: Sequence[int], groups: int, target: str
 ) -> Tensor:
     return torch.empty(parts(grad.numel() // grad.shape[1], shape, groups), dtype=torch.float32, device=grad.device)
 
 
-_HOW = "int[2] stride, int[2] padding, int groups, str target) -> Tensor"
+_HOW = "int[6] steps, int groups, str target) -> Tensor"
 operator("grouped_blocks(Tensor weight, int groups) -> Tensor", blocks, _blocks_meta)
 operator(f"grouped(Tensor x, Tensor matrices, int[4] shape, {_HOW}", grouped, _meta)
 operator(
-    "grouped_image_gradient(Tensor grad, Tensor matrices, int[2] size, int[4] shape, int stride, int[2] padding, int groups,"
+    "grouped_image_gradient(Tensor grad, Tensor matrices, int[2] size, int[4] shape, int[6] steps, int groups,"
     " str target) -> Tensor",
     image_gradient,
     _image_meta,

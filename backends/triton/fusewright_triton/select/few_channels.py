@@ -1,4 +1,4 @@
-"""Convolutions of few channels in inference, such as a network's first, and of single pixels in groups, by a kernel of our own.
+"""Convolutions of few channels, such as a network's first, and of single pixels in groups, by a kernel of our own.
 
 Libraries read single channels there, or compute one group at a time, in two to six times as long (measured:
 docs/studies/gpu-models.md). The kernel reads images whose padding is in memory: the copy that makes images channels-last, which
@@ -13,11 +13,13 @@ from typing import Any
 import torch
 
 from fusewright.interface import OpView
+from fusewright.plan.ir import Ref
 from fusewright.toolkit.backend.candidates import Thunk
 from fusewright.toolkit.region.builder import channels_last_strides
 from fusewright.toolkit.region.graph import spec_of
 from fusewright.toolkit.region.pattern import Match, chain, maybe
 from fusewright.toolkit.region.rewrite import Row
+from fusewright.toolkit.rules.space import layout_of
 from fusewright_triton.kernels.convolution_ops import CONVOLUTION, packed
 from fusewright_triton.kernels.product_ops import ACTIVATIONS
 from fusewright_triton.select import depthwise
@@ -51,7 +53,10 @@ def suits(op: OpView) -> bool:
 
 
 def _suits(m: Match, c: Calls) -> bool:
-    return c.graph.phase == "infer" and suits(m.anchor) and constant(m, c)
+    """Reject images in planes in training, where the layout was chosen before."""
+    op = m.anchor
+    chosen = (c.graph.phase == "infer" and constant(m, c)) or layout_of(spec_of(op.arg("input"))) == "channels_last"
+    return chosen and suits(op) and (op.arg("groups") == 1 or constant(m, c))
 
 
 def _same_type(op: OpView, m: Match, c: Calls) -> bool:
@@ -88,16 +93,29 @@ def _pads(op: OpView) -> tuple[int, ...]:
 
 def _write(m: Match, c: Calls) -> None:
     op, b, pads = m.anchor, c.b, _pads(m.anchor)
-    weight, shift = folded(m, c)
-    weight = b.prepare("aten::constant_pad_nd.default", weight, (0, 0, 0, 0, *pads[4:]))
-    weight = b.prepare("aten::permute.default", weight, (2, 3, 1, 0))
-    weight = b.prepare("aten::clone.default", weight, memory_format=torch.contiguous_format)
-    weight = b.prepare("aten::permute.default", weight, (3, 2, 0, 1))
-    shift = b.prepare("aten::_to_copy.default", shift, dtype=spec_of(op.arg("weight")).dtype)
+    weight, shift = _kept(m, pads, c) if constant(m, c) else _anew(op, pads, c)
     x = padded(op.arg("input"), pads, c)
     given: tuple[Any, ...] = (activation_of(m.last) or "", op.arg("stride"), op.arg("groups"), c.ctx.device.arch)
     stride = channels_last_strides(spec_of(m.out).shape)  # type: ignore[arg-type]
     b.library(CONVOLUTION, x, weight, shift, *given, out=m.out, stride=stride, op=op)
+
+
+def _kept(m: Match, pads: Sequence[int], c: Calls) -> tuple[Ref, Ref]:
+    """Return weight and shift of constants, laid out once."""
+    weight, shift = folded(m, c)
+    weight = c.b.prepare("aten::constant_pad_nd.default", weight, (0, 0, 0, 0, *pads[4:]))
+    weight = c.b.prepare("aten::permute.default", weight, (2, 3, 1, 0))
+    weight = c.b.prepare("aten::clone.default", weight, memory_format=torch.contiguous_format)
+    weight = c.b.prepare("aten::permute.default", weight, (3, 2, 0, 1))
+    return weight, c.b.prepare("aten::_to_copy.default", shift, dtype=spec_of(m.anchor.arg("weight")).dtype)
+
+
+def _anew(op: OpView, pads: Sequence[int], c: Calls) -> tuple[Ref | None, Ref | None]:
+    """Return weight and bias of a training step; the kernel's call lays the weight out."""
+    weight = c.exact(op.arg("weight"))
+    if any(pads[4:]):
+        weight = c.made("aten::constant_pad_nd.default", weight, (0, 0, 0, 0, *pads[4:]))
+    return weight, c.exact(op.arg("bias"))
 
 
 ROWS = (

@@ -40,12 +40,13 @@ def reason(op: OpView) -> str | None:
         return "mixed types, or small images"
     outs, ins, *window = _shape(op)
     outs //= groups
-    if set(op.arg("dilation")) != {1} or max(window) > WINDOW or len(set(op.arg("stride"))) > 1 or ins == 1:
-        return "dilated, a large window, strides that differ, or depthwise"
+    if max(window) > WINDOW or len(set(op.arg("stride"))) > 1 or ins == 1:
+        return "a large window, strides that differ, or depthwise"
     together = kernels.tile(ins, outs, groups).groups
     if max(ins, outs) > WIDEST or together * ins % kernels.RUN or together * outs % kernels.RUN:
         return "channels that make no tile"
-    return "the library's own kernel" if ins == outs and ins in LIBRARY and window == [3, 3] else None
+    dense = window == [3, 3] and set(op.arg("dilation")) == {1}
+    return "the library's own kernel" if ins == outs and ins in LIBRARY and dense else None
 
 
 def backward_reason(op: OpView) -> str | None:
@@ -73,10 +74,15 @@ def _shape(op: OpView) -> tuple[int, ...]:
     return tuple(spec_of(op.arg("weight")).shape)  # type: ignore[arg-type]
 
 
+def _how(op: OpView, c: Calls) -> tuple[tuple[int, ...], int, str]:
+    """Return the last arguments of the kernels."""
+    steps = (*op.arg("stride"), *op.arg("padding"), *op.arg("dilation"))
+    return steps, op.arg("groups"), c.ctx.device.arch
+
+
 def _write(m: Match, c: Calls) -> None:
     op = m.anchor
-    how = (*(op.arg(n) for n in ("stride", "padding", "groups")), c.ctx.device.arch)
-    given = (images(op.arg("input"), c), _blocks(op, c), _shape(op), *how)
+    given = (images(op.arg("input"), c), _blocks(op, c), _shape(op), *_how(op, c))
     last = channels_last_strides(spec_of(op.out).shape)  # type: ignore[arg-type]
     if op.arg("bias") is None:
         c.b.library(kernels.OPERATOR, *given, out=op.out, stride=last, op=op)
@@ -88,19 +94,16 @@ def _write_gradients(m: Match, c: Calls) -> None:
     """Emit the gradients that are asked for; those of weight and bias as sums for the fuser."""
     op, b = m.anchor, c.b
     x, weight, wanted = spec_of(op.arg("input")), spec_of(op.arg("weight")), op.arg("output_mask")
-    stride, padding, groups = (op.arg(n) for n in ("stride", "padding", "groups"))
-    grad, shape, target = images(op.arg("grad_output"), c), _shape(op), c.ctx.device.arch
+    grad, shape, how = images(op.arg("grad_output"), c), _shape(op), _how(op, c)
     made = [c.ctx.value(None) for _ in op.outs]
     if wanted[0]:
         made[0] = b.with_layout(op.outs[0], channels_last_strides(x.shape))  # type: ignore[arg-type]
-        how = (x.shape[2:], shape, stride[0], padding, groups, target)
-        b.call(kernels.IMAGE_GRADIENT, grad, _blocks(op, c), *how, out=made[0], op=op)
+        b.call(kernels.IMAGE_GRADIENT, grad, _blocks(op, c), x.shape[2:], shape, *how, out=made[0], op=op)
     if wanted[1]:
         pixels = spec_of(op.arg("grad_output")).numel_hint() // shape[0]
-        parts = kernels.parts(pixels, shape, groups)
+        parts = kernels.parts(pixels, shape, op.arg("groups"))
         made[1] = c.ctx.value(replace(weight, shape=parts, stride=contiguous_strides(parts), dtype=torch.float32))
-        images_read = images(op.arg("input"), c)
-        b.call(kernels.WEIGHT_GRADIENT, grad, images_read, shape, stride, padding, groups, target, out=made[1], op=op)
+        b.call(kernels.WEIGHT_GRADIENT, grad, images(op.arg("input"), c), shape, *how, out=made[1], op=op)
     b.replace(op, *made)
     if wanted[1]:
         _give_weight(op, made[1], c)

@@ -52,10 +52,10 @@ class Net(Sketch):
         return self.input((torch.randn(*shape) / 4).to(self.dtype), const=True)
 
     def conv(self, x: Value, i: int, o: int, k: int = 3, bias: bool = False, **more: Any) -> Value:
-        how = {"stride": (1, 1), "padding": (k // 2, k // 2), "groups": 1, **more}
+        how = {"stride": (1, 1), "padding": (k // 2, k // 2), "dilation": (1, 1), "groups": 1, **more}
         b = self.weight(o) if bias else None
         w = self.weight(o, i // how["groups"], k, k)
-        return self.op("conv", x, w, b, how["stride"], how["padding"], (1, 1), False, (0, 0), how["groups"])
+        return self.op("conv", x, w, b, how["stride"], how["padding"], how["dilation"], False, (0, 0), how["groups"])
 
     def norm(self, x: Value, c: int) -> Value:
         variance = self.input((torch.rand(c) + 0.5).to(self.dtype), const=True)

@@ -44,6 +44,19 @@ def test_first_convolutions(planes: bool, channels: int, window: int, more: dict
     assert convolutions(check(g, [g.relu(g.norm(y, 20)) if norm else y])) == OURS
 
 
+@pytest.mark.parametrize("planes", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+def test_first_convolutions_of_training(bias: bool, planes: bool) -> None:
+    """Their weights change, so they are laid out at each call; images in planes stay the library's."""
+    g = Net()
+    g.phase = "forward"
+    x = (g.tensor if planes else g.images)(2, 3, 9, 11)
+    w, b = g.tensor(20, 3, 3, 3), g.tensor(20) if bias else None
+    y = g.op("conv", x, w, b, (2, 2), (1, 1), (1, 1), False, (0, 0), 1)
+    fragment = check(g, [y, g.relu(y)])
+    assert convolutions(fragment) == (["aten::convolution"] if planes else OURS) and not text(fragment, prepare=True)
+
+
 @pytest.mark.parametrize("activation", ["relu", "silu", "sigmoid", "gelu"])
 def test_the_activation_is_an_epilogue(activation: str) -> None:
     g = Net()

@@ -28,22 +28,23 @@ def calls(fragment: Any) -> list[str]:
 
 
 SHAPES = [
-    (4, 4, 8, 3, 1, 1),
-    (16, 16, 6, 1, 1, 0),
-    (24, 24, 3, 3, 2, 1),
-    (8, 4, 12, 3, 2, 1),
-    (2, 4, 16, 5, 1, 2),
-    (12, 12, 4, 2, 1, 0),
-    (40, 40, 2, 3, 1, 0),
+    (4, 4, 8, 3, 1, 1, 1),
+    (16, 16, 6, 1, 1, 0, 1),
+    (24, 24, 3, 3, 2, 1, 1),
+    (8, 4, 12, 3, 2, 1, 2),
+    (2, 4, 16, 5, 1, 2, 1),
+    (12, 12, 4, 2, 1, 0, 3),
+    (40, 40, 2, 3, 1, 0, 1),
+    (8, 8, 4, 3, 1, 2, 2),
 ]  # fmt: skip
-"""Channels of a group, in and out, groups, window, stride, padding."""
+"""Channels of a group, in and out, groups, window, stride, padding, dilation."""
 
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize(("ins", "outs", "groups", "k", "stride", "padding"), SHAPES)
-def test_inference(ins: int, outs: int, groups: int, k: int, stride: int, padding: int, bias: bool) -> None:
+@pytest.mark.parametrize(("ins", "outs", "groups", "k", "stride", "padding", "dilation"), SHAPES)
+def test_inference(ins: int, outs: int, groups: int, k: int, stride: int, padding: int, dilation: int, bias: bool) -> None:
     g = Net()
-    how = {"stride": (stride, stride), "padding": (padding, padding), "groups": groups}
+    how = {"stride": (stride, stride), "padding": (padding, padding), "dilation": (dilation, dilation), "groups": groups}
     y = g.conv(g.tensor(2, ins * groups, 7, 9), ins * groups, outs * groups, k, bias, **how)
     fragment = check(g, [g.relu(g.norm(y, outs * groups))])
     assert calls(fragment) == ["grouped_blocks", "grouped"]
@@ -51,17 +52,17 @@ def test_inference(ins: int, outs: int, groups: int, k: int, stride: int, paddin
 
 
 @pytest.mark.parametrize("mask", [(True, True, True), (True, False, False), (False, True, True), (False, True, False)])
-@pytest.mark.parametrize(("ins", "outs", "groups", "k", "stride", "padding"), SHAPES)
+@pytest.mark.parametrize(("ins", "outs", "groups", "k", "stride", "padding", "dilation"), SHAPES)
 def test_gradients(
-    ins: int, outs: int, groups: int, k: int, stride: int, padding: int, mask: tuple[bool, bool, bool]
+    ins: int, outs: int, groups: int, k: int, stride: int, padding: int, dilation: int, mask: tuple[bool, bool, bool]
 ) -> None:
     g = Net()
     g.phase = "backward"
     x, w = g.images(2, ins * groups, 7, 9), g.images(outs * groups, ins, k, k)
-    sizes = [(n + 2 * padding - k) // stride + 1 for n in (7, 9)]
+    sizes = [(n + 2 * padding - (k - 1) * dilation - 1) // stride + 1 for n in (7, 9)]
     grad, both = g.images(2, outs * groups, *sizes), ((stride, stride), (padding, padding))
     bias = (outs * groups,) if mask[2] else None
-    g.op("conv_backward", grad, x, w, bias, *both, (1, 1), False, (0, 0), groups, mask)
+    g.op("conv_backward", grad, x, w, bias, *both, (dilation, dilation), False, (0, 0), groups, mask)
     outputs = [v for v, wanted in zip(g.ops[-1].outs, mask, strict=True) if wanted]
     expected = ["grouped_blocks", "grouped_image_gradient"] * mask[0] + ["grouped_weight_gradient"] * mask[1]
     assert calls(check(g, outputs)) == expected
@@ -100,7 +101,7 @@ def test_infinities_stay_in_their_groups() -> None:
     x = torch.randn(2, 32, 6, 6).to(BF16).contiguous(memory_format=LAST)
     x[0, 5, 2, 2], x[1, 9, 1, 1] = torch.inf, torch.nan
     w = torch.randn(32, 4, 3, 3).to(BF16)
-    ours = kernels.grouped(x, kernels.blocks(w, 8), w.shape, (1, 1), (1, 1), 8, "sm_90")
+    ours = kernels.grouped(x, kernels.blocks(w, 8), w.shape, (1,) * 6, 8, "sm_90")
     eager = torch.nn.functional.conv2d(x, w, None, 1, 1, groups=8)
     assert torch.equal(ours.isnan(), eager.isnan()) and torch.equal(ours.isinf(), eager.isinf())
     finite = eager.isfinite()
@@ -111,12 +112,12 @@ def test_torch_computes_the_same() -> None:
     """Where Triton cannot build the kernels."""
     torch.manual_seed(0)
     x, grad = (torch.randn(s).to(BF16) for s in ((2, 16, 7, 6), (2, 24, 4, 3)))
-    w, shape, how = torch.randn(24, 4, 3, 3).to(BF16), (24, 4, 3, 3), ((1, 1), 4, "sm_90")
+    w, shape, how = torch.randn(24, 4, 3, 3).to(BF16), (24, 4, 3, 3), ((2, 2, 1, 1, 1, 1), 4, "sm_90")
     matrices = kernels.blocks(w, 4)
     for run, other, given in (
-        (kernels.grouped, kernels._by_torch, (x, matrices, shape, (2, 2), *how)),
-        (kernels.image_gradient, kernels._image_by_torch, (grad, matrices, (7, 6), shape, 2, *how)),
-        (kernels.weight_gradient, kernels._weight_by_torch, (grad, x, shape, (2, 2), *how)),
+        (kernels.grouped, kernels._by_torch, (x, matrices, shape, *how)),
+        (kernels.image_gradient, kernels._image_by_torch, (grad, matrices, (7, 6), shape, *how)),
+        (kernels.weight_gradient, kernels._weight_by_torch, (grad, x, shape, *how)),
     ):
         ours, torchs = run(*given), other(*given)
         assert ours.stride() == torchs.stride()
@@ -127,5 +128,5 @@ def test_torch_computes_the_same() -> None:
 
 def test_no_images() -> None:
     w = torch.randn(16, 2, 3, 3).to(BF16)
-    made = kernels.grouped(torch.randn(0, 16, 5, 5).to(BF16), kernels.blocks(w, 8), w.shape, (1, 1), (1, 1), 8, "sm_90")
+    made = kernels.grouped(torch.randn(0, 16, 5, 5).to(BF16), kernels.blocks(w, 8), w.shape, (1,) * 6, 8, "sm_90")
     assert made.shape == (0, 16, 5, 5)
