@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from fusewright_cpu.emit.text import Fn, Module, V, const, i64
+from fusewright_cpu.emit.text import Fn, Module, V, i64
 from fusewright_cpu.kernels.by_hand import DirectConv, VectorLinear
 from fusewright_cpu.kernels.panels import Panels, emit_panels
 from fusewright_cpu.kernels.parts import add_to, ceil_div, each, least, load, with_products, word
@@ -184,14 +184,17 @@ class Pixels(Panels):
     def _find_inner(self, at: V) -> None:
         """Store whether all windows of the block that begins with a pixel lie inside of the image."""
         f, size = self.f, self.size
-        inner = const(True, "i1")
-        for k in range(self.rows):
-            window = self._window(f.add(at, i64(k)))
-            for axis, side in (("y", "h"), ("x", "w")):
-                first, last = self.reach(word(f, window, 0 if axis == "y" else 1), axis)
+
+        def with_pixel(k: V, so_far: list[V]) -> list[V]:
+            window, inner = self._window(f.add(at, k)), so_far[0]
+            for number, (axis, side) in enumerate((("y", "h"), ("x", "w"))):
+                first, last = self.reach(word(f, window, number), axis)
                 inside = f.bin("and", f.cmp("icmp sge", first, i64(0)), f.cmp("icmp slt", last, size[side]))
-                inner = f.bin("and", inner, inside)
-        f.raw(f"store {f.conv('zext', inner, 'i64')}, {f.gep('i64', self._window(at), i64(INNER))}")
+                inner = f.bin("and", inner, f.conv("zext", inside, "i64"))
+            return [inner]
+
+        (inner,) = f.loop(i64(0), i64(self.rows), i64(1), [i64(1)], with_pixel)
+        f.raw(f"store {inner}, {f.gep('i64', self._window(at), i64(INNER))}")
 
     def _window(self, pixel: V) -> V:
         """Return where the words of a pixel are."""
