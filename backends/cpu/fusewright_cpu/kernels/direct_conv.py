@@ -322,6 +322,9 @@ class Rows(Pixels):
     def count(self, f: Fn, size: Mapping[str, V]) -> V:
         return ceil_div(f, size["n"], i64(self.columns))
 
+    def width(self, f: Fn, size: Mapping[str, V]) -> V:
+        return Panels.width(self, f, size)
+
     def place(self, panel: V) -> tuple[V, V, V]:
         return Panels.place(self, panel)
 
