@@ -19,17 +19,9 @@ from fusewright.plan.ir import Call, Ref
 from fusewright.toolkit.region.builder import Builder, contiguous_strides
 from fusewright.toolkit.region.pattern import Match
 from fusewright_acl import fpmath
+from fusewright_cpu.onednn.conv.images import as_image, channels_last_of, geometry_of
 from fusewright_cpu.onednn.folding import folded
-from fusewright_cpu.onednn.lowerings import (
-    CONV,
-    as_image,
-    channels_last_of,
-    emit_conv,
-    geometry_of,
-    note_parts,
-    packed_conv,
-    spec_of,
-)
+from fusewright_cpu.onednn.lowerings import CONV, emit_conv, note_parts, packed_conv, spec_of
 from fusewright_cpu.onednn.patterns import is_packed, post_op
 
 F32 = torch.float32

@@ -81,6 +81,18 @@ def test_only_large_fp32_products_are_packed_for_mkl(dtype: torch.dtype, rows: t
 
 
 @in_mkl
+@pytest.mark.parametrize("rows", [1, 2])
+def test_small_products_beside_a_large_bias_are_as_exact_as_eagers(rows: int) -> None:
+    """As in an untrained classifier: MKL's product of one row begins with the bias and rounds at every step."""
+    g = Sketch()
+    x, w, bias = torch.rand(rows, 1280) * 1e-3, torch.randn(1000, 1280) * 0.03, torch.rand(1000) * 0.05
+    y = g.op("linear", g.input(x), g.input(w, const=True), g.input(bias, const=True))
+    (made,) = g.run(compiled(g, [y], "mkl"), [y])
+    exact = x.double() @ w.double().t() + bias.double()
+    assert (made - exact).abs().max() <= 2 * torch.finfo(torch.float32).eps * 0.05
+
+
+@in_mkl
 def test_a_unary_op_after_a_product_in_mkl_is_a_kernel() -> None:
     g, y = _linear(rows=(2, 256))
     assert targets(check(g, [g.op("gelu", y, approximate="tanh")], "mkl")) == [MKL, "kernel gelu"]

@@ -183,6 +183,20 @@ class Fn:
             for a, b in zip(results, otherwise, strict=True)
         ]
 
+    def choose(self, cond: V, body: Callable[[], Sequence[V]], otherwise: Callable[[], Sequence[V]]) -> list[V]:
+        """Emit `cond ? body() : otherwise()` with branches."""
+        yes, no, done = self.new_label("then"), self.new_label("else"), self.new_label("endif")
+        self.raw(f"br i1 {cond.name}, label %{yes}, label %{no}")
+        found = []
+        for label, made in ((yes, body), (no, otherwise)):
+            self.label(label)
+            found.append((list(made()), self.here))
+            self.raw(f"br label %{done}")
+        self.label(done)
+        (first, then), (second, end) = found
+        pairs = zip(first, second, strict=True)
+        return [self.let(a.t, a.w, f"phi {a.ty} [ {a.name}, %{then} ], [ {b.name}, %{end} ]") for a, b in pairs]
+
     # values
 
     def splat(self, v: V, w: int) -> V:

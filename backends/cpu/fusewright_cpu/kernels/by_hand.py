@@ -383,7 +383,8 @@ class DirectConv:
     """A convolution of fp32 images with at least `rows` pixels in the result. `x` is [batch, groups * c, h, w] with dense channels,
     `other` and `out` are [batch, groups * n, oh, ow], dense and channels-last; `weight` is made by `direct_conv.packed`, `bias` is
     padded to whole panels; `zero` holds `c` zeros. `rows` pixels by `columns` channels are computed together. The activation
-    `after` keeps NaN. `pointwise`: each pixel is multiplied alone, pixels of `x` lie `step_x` apart, and there is no `zero`."""
+    `after` keeps NaN. `pointwise`: each pixel is multiplied alone, pixels of `x` lie `step_x` apart, and there is no `zero`.
+    `transposed`: see `transposed_conv`."""
 
     rows: int
     columns: int
@@ -391,11 +392,13 @@ class DirectConv:
     add: bool = False
     after: str = ""
     pointwise: bool = False
+    transposed: bool = False
     dtype: ClassVar[str] = "f32"
 
     @property
     def name(self) -> str:
-        parts = ("pointwise" if self.pointwise else "", "bias" if self.bias else "", "add" if self.add else "", self.after)
+        form = "pointwise" if self.pointwise else "transposed" if self.transposed else ""
+        parts = (form, "bias" if self.bias else "", "add" if self.add else "", self.after)
         return "_".join(("direct_conv", str(self.rows), str(self.columns), *filter(None, parts)))
 
     @property
@@ -408,7 +411,8 @@ class DirectConv:
     def symbols(self) -> tuple[str, ...]:
         """Pixels and channels per group of the result, products of each, then the geometry; steps are strides in elements."""
         window = ("ky", "kx", "stride_y", "stride_x", "dilation_y", "dilation_x", "pad_y", "pad_x")
-        return ("m", "n", "k", "groups", "c", "h", "w", "oh", "ow", *window, "step_n", "step_y", "step_x")
+        whole = ("whole_y", "whole_x") if self.transposed else ()
+        return ("m", "n", "k", "groups", "c", "h", "w", "oh", "ow", *window, "step_n", "step_y", "step_x", *whole)
 
     @property
     def scalars(self) -> tuple[Scalar, ...]:

@@ -42,8 +42,7 @@ def emit_panels(module: Module, a: Product, name: str, parallel: bool, body: Pan
     size = sizes(f, a, block)
     rows, panels = body.of_item(f, size, threads)
     items = f.mul(ceil_div(f, body.count(f, size), panels), ceil_div(f, size["m"], rows))
-    columns = f.mul(size["n"], size["groups"]) if "groups" in size else size["n"]
-    work = f.mul(f.mul(size["m"], columns), f.add(f.bin("sdiv", size["k"], i64(body.products_per_unit)), i64(2)))
+    work = f.mul(f.mul(size["m"], body.width(f, size)), f.add(f.bin("sdiv", size["k"], i64(body.products_per_unit)), i64(2)))
     team = least(f, least(f, items, threads), f.add(f.bin("sdiv", work, i64(LOOPS.grain)), i64(1)))
     shared = f.let("ptr", 1, f"alloca i64, {f.mul(team, i64(APART))}, align 64")
     each(f, i64(0), team, 1, lambda t: f.raw(f"store i64 0, {f.gep('i64', shared, f.mul(t, i64(APART)))}"))
@@ -101,6 +100,10 @@ class Panels(abc.ABC):
         """Return the number of panels."""
         return ceil_div(f, size["n"], i64(self.columns))
 
+    def width(self, f: Fn, size: Mapping[str, V]) -> V:
+        """Return the results of a row."""
+        return size["n"]
+
     def of_item(self, f: Fn, size: Mapping[str, V], threads: V) -> tuple[V, V]:
         """Return the rows of a work item, a multiple of those of a block, and its panels."""
         return i64(self.chunk), i64(1)
@@ -109,6 +112,10 @@ class Panels(abc.ABC):
         """Return where the columns of a panel begin, how many are left from there on, and how far rows of the result are apart."""
         column = self.f.mul(panel, i64(self.columns))
         return column, self.f.bin("sub", self.size["n"], column), self.size["n"]
+
+    def start_of(self, row: V, i: V, apart: V) -> V:
+        """Return where row `i` of a block begins in the result."""
+        return self.f.mul(self.f.add(row, i), apart)
 
     def ahead(self, row: V) -> V:
         """Return where a block that begins `row` rows into its chunk starts to fetch, in bytes."""
@@ -190,7 +197,7 @@ class Panels(abc.ABC):
             made, places = [], []
             for r in range(together):
                 i = f.add(first, i64(r))
-                start = f.add(f.mul(f.add(row, i), apart), column)
+                start = f.add(self.start_of(row, i, apart), column)
                 for v, c in enumerate(parts):
                     x = load(f, "float", f.gep("float", sums, f.add(f.mul(i, i64(self.columns)), i64(c))), self.w, 4 * self.w)
                     x = f.bin("fadd", x, bias[v]) if a.bias else x

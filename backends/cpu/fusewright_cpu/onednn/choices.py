@@ -108,8 +108,10 @@ class Product:
 
     @property
     def packed_forms(self) -> tuple[str, ...]:
-        """The forms with a weight that was packed for this number of rows: oneDNN's, MKL's where torch has it, and our kernel's."""
+        """The forms with a weight that was packed for this number of rows: oneDNN's, MKL's where torch has it, and our kernel's. Of
+        one row MKL's adds the products to the bias one by one, with up to 60 times the error of eager's where these are small."""
         mkl = self.dtype is torch.float32 and self.flops >= FITTED.mkl_flops and torch.backends.mkl.is_available()
+        mkl = mkl and (self.m > 1 or not self.bias)
         ours = self.x_rows and own.fits(self.m, self.k, self.dtype)
         return (*(("mkl",) if mkl else ()), *((own.FORM,) if ours else ()), "packed")
 
@@ -401,6 +403,62 @@ def conv_form(
         x, other = filled(*conv.image), filled(*out)
         more = [*([torch.zeros(channels + kernel.columns)] if kernel.bias else []), *([other] if kernel.add else [])]
         more += [] if kernel.pointwise else [torch.zeros(of_group)]
+        return lambda: launcher([x, next(turn), *more, torch.empty_like(other)], sizes, scalars)
+
+    key = f"{kernel.name} packed/own {conv.key}"
+    return ctx.choose(key, Lazy({"packed": onednn, own.FORM: ours}))
+
+
+@dataclass(frozen=True)
+class Transposed:
+    """A transposed convolution of dense channels-last fp32 images: the shapes of image, weight and result, padding, output padding,
+    stride and dilation, groups."""
+
+    image: tuple[int, ...]
+    weight: tuple[int, ...]
+    result: tuple[int, ...]
+    geometry: tuple[list[int], ...]
+    groups: int
+    apart: bool
+    """Whether its activation is not computed in oneDNN's call."""
+
+    @property
+    def key(self) -> str:
+        around = " ".join("x".join(map(str, sizes)) for sizes in (self.image, self.weight, *self.geometry))
+        return f"{around} {self.groups}{' apart' if self.apart else ''}"
+
+
+def transposed_form(
+    ctx: CompileContext, kernel: DirectConv, conv: Transposed, sizes: Sequence[int], scalars: Sequence[float], built: list[object]
+) -> str:
+    """Return "packed" (oneDNN) or "own" for a transposed convolution, as `conv_form` does."""
+
+    def filled(*shape: int) -> torch.Tensor:
+        return torch.full(shape, 0.5).contiguous(memory_format=torch.channels_last)
+
+    def onednn() -> Thunk:
+        x, bias, other = filled(*conv.image), torch.zeros(conv.result[1]), filled(*conv.result)
+        pack, call = torch.ops.mkldnn._reorder_convolution_transpose_weight, torch.ops.mkldnn._convolution_transpose_pointwise
+        weight, geometry = torch.full(conv.weight, 0.5), (*conv.geometry, conv.groups)
+        turn = in_turn(conv.weight[0], math.prod(conv.weight[1:]), torch.float32, lambda: pack(weight, *geometry, conv.image))
+
+        def run() -> None:
+            made = call(x, next(turn), bias, *geometry, "none", [], "")
+            if kernel.add:  # one loop kernel adds and activates
+                torch.add(made, other, out=other)
+            elif conv.apart:
+                made.relu_()
+
+        return run
+
+    def ours() -> Thunk:
+        launcher = compile_kernels([kernel]).launcher(kernel)
+        built.append(launcher)
+        x, other = filled(*conv.image), filled(*conv.result)
+        wide = conv.groups * math.prod(conv.geometry[2]) * -(-sizes[1] // kernel.columns) * kernel.columns
+        turn = in_turn(wide, sizes[2], torch.float32, lambda: torch.full((wide, sizes[2]), 0.5))
+        more = [*([torch.zeros(conv.result[1] + kernel.columns)] if kernel.bias else []), *([other] if kernel.add else [])]
+        more.append(torch.zeros(sizes[4]))
         return lambda: launcher([x, next(turn), *more, torch.empty_like(other)], sizes, scalars)
 
     key = f"{kernel.name} packed/own {conv.key}"

@@ -24,7 +24,8 @@ from fusewright.toolkit.region.rewrite import Row
 from fusewright_cpu.kernels.by_hand import MOST_GEMV_ROWS, Attention
 from fusewright_cpu.onednn import choices, heads, own, patterns, planes, sums
 from fusewright_cpu.onednn.choices import FITTED, NOTHING, Product, Unary
-from fusewright_cpu.onednn.conv import depthwise, direct, pointwise
+from fusewright_cpu.onednn.conv import depthwise, direct, pointwise, transposed
+from fusewright_cpu.onednn.conv.images import as_image, channels_last_of, geometry_of, image_shape
 from fusewright_cpu.onednn.folding import folded
 from fusewright_cpu.onednn.left_behind import SHAPES
 from fusewright_cpu.onednn.patterns import POST_OPS, is_packed, operands, other_of, post_op, posts, rides
@@ -433,37 +434,6 @@ def _conv_in_parts(m: Match, parts: int, weight: Ref, bias: Ref | None, b: Build
     note_parts(m, b, f"oneDNN conv, packed, channels-last, in {parts} sums")
 
 
-def channels_last_of(shape: Sequence[Any]) -> tuple[int, ...]:
-    """Return the strides of [N, C, L], [N, C, H, W] or [N, C, D, H, W] with C innermost."""
-    stride = channels_last_strides(image_shape(shape))
-    return stride if len(shape) > 3 else (*stride[:2], stride[3])
-
-
-def geometry_of(op: OpView) -> tuple[Any, ...]:
-    """Return padding, stride, dilation and groups, over two dimensions or more."""
-    neutral = {"padding": 0, "stride": 1, "dilation": 1}
-    flat = spec_of(op.arg("input")).rank == 3
-    return *((n, *op.arg(k)) if flat else op.arg(k) for k, n in neutral.items()), op.arg("groups")
-
-
-def image_shape(shape: Sequence[Any]) -> tuple[Any, ...]:
-    """Return [N, C, L] as [N, C, 1, L]."""
-    return tuple(shape) if len(shape) > 3 else (*shape[:2], 1, shape[2])
-
-
-def as_image(value: Value, b: Builder) -> Ref | None:
-    """Refer to [N, C, L] as images, to others as they are. Of fixed sizes, signals become channels-last in a kernel:
-    the operator's own copy of images of height 1 takes two to three times as long."""
-    spec = b.spec(value)
-    if spec.rank > 3:
-        return b.any_strides(value)
-    usual = channels_last_of(spec.shape) if spec.static else spec.stride
-    if any(n != 1 and s != u for n, s, u in zip(spec.shape, spec.stride, usual, strict=True)):
-        return Ref(b.channels_last(b.append_op("unsqueeze", value, 2)).id)
-    view = b.ctx.value(None)
-    b.call("aten::unsqueeze.default", b.any_strides(value), 2, out=view)
-    return Ref(view.id)
-
 
 def _turned(value: Value, b: Builder) -> Value:
     """Return images of few channels and fixed size channels-last, copied in a kernel: the operator's own copy takes five times as
@@ -644,6 +614,7 @@ ROWS = (
     pointwise.ROW,
     direct.FEW,
     direct.ROW,
+    transposed.ROW,
     of_table(LOWERINGS, "onednn.conv", patterns.CONV, "convolution"),
     of_table(LOWERINGS, "onednn.attention", patterns.ATTENTION, "attention"),
 )  # fmt: skip

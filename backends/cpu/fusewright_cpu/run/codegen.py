@@ -30,6 +30,7 @@ from fusewright_cpu.kernels.by_hand import (
 from fusewright_cpu.kernels.depthwise import emit_depthwise
 from fusewright_cpu.kernels.direct_conv import emit_direct_conv
 from fusewright_cpu.kernels.gemv import emit_gemv
+from fusewright_cpu.kernels.transposed_conv import emit_transposed_conv
 from fusewright_cpu.kernels.vector_linear import emit_vector_linear
 from fusewright_cpu.run.sources import Source, symbol_name
 from fusewright_cpu.target import CpuTarget
@@ -64,6 +65,8 @@ def _emit(module: Module, source: Source, name: str, parallel: bool) -> None:
             emit_amx_linear(module, source, name, parallel)
         case VectorLinear():
             emit_vector_linear(module, source, name, parallel)
+        case DirectConv() if source.transposed:
+            emit_transposed_conv(module, source, name, parallel)
         case DirectConv():
             emit_direct_conv(module, source, name, parallel)
 

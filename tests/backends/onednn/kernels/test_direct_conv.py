@@ -17,7 +17,7 @@ if host_target().arm or not (host_target().masks and host_target().fma):
     pytest.skip("the kernel needs AVX2 with FMA, or AVX-512", allow_module_level=True)
 
 AVX512 = host_target().vector_bytes == 64
-POINTWISE = "vector_linear_12_32" if AVX512 else "direct pointwise"
+POINTWISE = "vector_linear_16_16" if AVX512 else "direct pointwise"
 """The kernel of a 1x1 convolution of one group."""
 
 
@@ -54,6 +54,15 @@ def test_geometries(window: tuple[int, int], padding: list[int], stride: list[in
     y = g.op("conv", x, w, None, stride, padding, dilation, False, [0, 0], 2)
     found = kernels(check(g, [y], "own"))
     assert found[1].startswith("direct") and CONV not in found
+
+
+@pytest.mark.parametrize(("k", "dilation"), [(7, 3), (1, 1)])
+def test_signals_are_images_of_one_line(k: int, dilation: int) -> None:
+    g = Net()
+    x, pad = g.input(torch.randn(2, 16, 40)), [dilation * (k // 2)]
+    y = g.op("conv", x, g.weight(16, 16, k), g.weight(16), [1], pad, [dilation], False, [0], 1)
+    form = "pointwise " if k == 1 else ""
+    assert f"direct {form}bias add relu" in kernels(check(g, [g.op("relu", g.op("add", y, x))], "own"))
 
 
 def test_a_slice_of_channels_is_read_where_it_lies() -> None:

@@ -20,6 +20,7 @@ from fusewright.toolkit.region.pattern import Match, chain, maybe
 from fusewright.toolkit.region.rewrite import Row
 from fusewright_cpu.kernels.by_hand import DEPTHWISE_CHANNELS, Depthwise
 from fusewright_cpu.onednn import choices
+from fusewright_cpu.onednn.conv.images import pair
 from fusewright_cpu.onednn.folding import folded
 from fusewright_cpu.onednn.patterns import POST_OPS, folds_batch_norm, is_packed, same_type
 from fusewright_cpu.run.sources import hash_of
@@ -61,12 +62,6 @@ CONV = chain(
     maybe("batch_norm", folds_batch_norm, "batch_norm", rule="onednn.depthwise.batch_norm"),
     maybe(ACTIVATIONS, _activation, "after", rule="onednn.depthwise.after"),
 )
-
-
-def pair(op: OpView, name: str) -> tuple[int, int]:
-    """Return a geometry argument for height and width; a list of one number counts for both."""
-    given = op.arg(name)
-    return (given[0], given[-1])
 
 
 def may_be(op: OpView) -> bool:

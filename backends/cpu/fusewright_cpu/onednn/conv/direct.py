@@ -23,7 +23,7 @@ from fusewright_cpu.kernels import direct_conv
 from fusewright_cpu.kernels.by_hand import MOST_GEMV_ROWS, DirectConv, Gemv
 from fusewright_cpu.onednn import choices, own, sums
 from fusewright_cpu.onednn.conv import pointwise
-from fusewright_cpu.onednn.conv.depthwise import pair
+from fusewright_cpu.onednn.conv.images import channels_last_of, dense, dense_channels, image_shape, pair, steps_of
 from fusewright_cpu.onednn.folding import folded
 from fusewright_cpu.onednn.patterns import POST_OPS, folds_batch_norm, is_packed, other_of
 from fusewright_cpu.onednn.tiles import tile_of
@@ -37,13 +37,14 @@ LEAST = 8
 
 
 def _shape(value: Any) -> tuple[int, ...]:
-    return tuple(hint(size) for size in spec_of(value).shape)
+    """Return the shape of an image, or of a signal as one, or of a weight."""
+    return tuple(map(hint, image_shape(spec_of(value).shape)))
 
 
 def _fixed(op: OpView, b: Builder) -> bool:
-    """Match a convolution of images of fixed size with constant weights, all of one type."""
+    """Match a convolution of images or signals of fixed size with constant weights, all of one type."""
     x, weight, out = spec_of(op.arg("input")), spec_of(op.arg("weight")), spec_of(op.out)
-    if x.rank != 4 or not (x.static and weight.static) or 0 in x.shape or 0 in out.shape:
+    if x.rank not in (3, 4) or not (x.static and weight.static) or 0 in x.shape or 0 in out.shape:
         return False
     typed = all(v.spec is not None and v.spec.dtype == x.dtype for v in op.inputs())
     return typed and is_packed(op, b) and b.ctx.options["prepack"] == "auto" and b.is_const(op.arg("bias"))
@@ -76,8 +77,8 @@ def _is_product(op: OpView, x: TensorSpec | None) -> bool:
         return False
     if x is None:
         return True
-    batch, _, height, width = (hint(size) for size in x.shape)
-    n, _, y, step = (hint(stride) for stride in x.stride)
+    batch, _, height, width = image_shape(tuple(map(hint, x.shape)))
+    n, y, step = steps_of(x)
     return (height == 1 or y == width * step) and (batch == 1 or n == height * width * step)
 
 
@@ -88,16 +89,16 @@ def _sizes(m: Match, x: TensorSpec) -> tuple[int, ...]:
     of_group = hint(x.shape[1]) // groups
     batch, _, oh, ow = _shape(op.out)
     window = (ky, kx, *pair(op, "stride"), *pair(op, "dilation"), *pair(op, "padding"))
-    steps = (hint(x.stride[at]) for at in (0, 2, 3))
-    image = (hint(n) for n in x.shape[2:])
-    return (batch * oh * ow, channels // groups, of_group * ky * kx, groups, of_group, *image, oh, ow, *window, *steps)
+    image = image_shape(tuple(map(hint, x.shape)))[2:]
+    return (batch * oh * ow, channels // groups, of_group * ky * kx, groups, of_group, *image, oh, ow, *window, *steps_of(x))
 
 
 def _pays(m: Match, b: Builder) -> bool:
     op, shape = m.anchor, _shape(m.anchor.arg("input"))
     kernel, unary = _kernel(m), m.get("unary")
     assert kernel is not None
-    if kernel.pointwise and op.arg("groups") == 1 and pointwise.covers(spec_of(op.arg("input"))):
+    image = spec_of(op.arg("input"))
+    if kernel.pointwise and op.arg("groups") == 1 and image.rank == 4 and pointwise.covers(image):
         return False  # it was slower
     channels, of_group, *window = _shape(op.arg("weight"))
     of_group = _like(of_group)
@@ -119,9 +120,7 @@ def _like(channels: int) -> int:
 
 def _write(m: Match, b: Builder) -> None:
     op = m.anchor
-    x = op.arg("input")
-    if b.spec(x).stride[1] != 1 and b.spec(x).shape[1] != 1:
-        x = b.channels_last(x)
+    x = dense_channels(op.arg("input"), b)
     kernel = _kernel(m, b.spec(x))
     assert kernel is not None
     weight, bias = folded(m, b)
@@ -129,10 +128,10 @@ def _write(m: Match, b: Builder) -> None:
     values = [x, _packed(weight, op, columns, b)]
     if bias is not None:
         values.append(_made(b.prepare("aten::constant_pad_nd.default", bias, (0, columns))))
-    values += [] if other is None else [pointwise.channels_last(other, b)]
+    values += [] if other is None else [dense(other, b)]
     if not kernel.pointwise:
         values.append(_made(b.prepare("aten::zeros.default", (_shape(op.arg("weight"))[1],), dtype=torch.float32)))
-    out = b.with_layout(m.out, channels_last_strides(_shape(m.out)))
+    out = b.with_layout(m.out, channels_last_of(spec_of(m.out).shape))
     b.launch(kernel, hash_of(kernel), values, _sizes(m, b.spec(x)), pointwise.after(m)[1], out=out, op=op)
     b.close_call(m.ops)
     b.notes[op.id] = " + ".join(["convolution in one kernel", *(p.op for p in m.ops[1:])])
@@ -162,7 +161,7 @@ ROW = Row(
 def _few(m: Match, b: Builder) -> bool:
     """Match a convolution of so few pixels, each alone, that the weight is read once."""
     op = m.anchor
-    if not _fixed(op, b) or op.arg("groups") != 1 or not _is_product(op, None):
+    if not _fixed(op, b) or spec_of(op.out).rank != 4 or op.arg("groups") != 1 or not _is_product(op, None):
         return False
     n, k = _shape(op.arg("weight"))[:2]
     few = _pixels(op) <= (MOST_GEMV_ROWS if n * k < choices.FITTED.gemv_weight else FEW_OF_LARGE)
