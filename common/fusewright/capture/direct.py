@@ -18,6 +18,7 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from fusewright import _torch_compat as compat
 from fusewright import ops
+from fusewright.capture.masks import is_in_place
 from fusewright.graph.spec import arguments
 
 PLACE = ("stack_trace", "nn_module_stack")
@@ -421,12 +422,9 @@ class _Forward(_Recorder):
 
     def _writes_here(self) -> bool:
         """Whether the call that is being recorded is one that writes: `add_`, `setitem`, `iadd`, or with `out`."""
-        name = str(getattr(self.here.target, "__name__", self.here.target)) if self.here is not None else ""
-        return name.endswith("_") or name == "setitem" or name in _IN_PLACE or (self.here is not None and "out" in self.here.kwargs)
-
-
-_IN_PLACE = frozenset(f"i{name}" for name in "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift".split())
-"""Functions of the module `operator` that write."""
+        if self.here is None:
+            return False
+        return is_in_place(str(getattr(self.here.target, "__name__", self.here.target))) or "out" in self.here.kwargs
 
 
 def _dropout(args: Any, kwargs: Any) -> bool:

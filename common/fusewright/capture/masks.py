@@ -36,6 +36,9 @@ PURE = frozenset(
 )
 """Functions and methods (by name) whose results depend on their arguments alone."""
 
+IN_PLACE = frozenset(f"i{name}" for name in "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift".split())
+"""In-place operators by their names in the module `operator`; as methods, they have underscores around."""
+
 MOST_ELEMENTS = 1 << 26
 """Larger constants are not computed."""
 
@@ -209,9 +212,15 @@ def _storages(node: Node) -> set[int]:
 def _writes(node: Node) -> bool:
     """Whether a node may write to an argument: in-place methods and operators, `out=`, item assignment."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    in_place = name.endswith("_") and not name.endswith("__") and name not in PURE
-    in_place = in_place or name in ("setitem", *_IN_PLACE) or _asked_to(node)
-    return in_place or _mutates(node.target) or "out" in node.kwargs
+    return is_in_place(name) or _asked_to(node) or _mutates(node.target) or "out" in node.kwargs
+
+
+def is_in_place(name: str) -> bool:
+    """Whether a function or method of this name writes to its first argument: `add_`, `iadd`, `__iadd__`, `setitem`."""
+    if name.endswith("_") and not name.endswith("__"):
+        return name not in PURE
+    operator = name.removeprefix("__").removesuffix("__")
+    return operator in IN_PLACE or operator == "setitem"
 
 
 def _asked_to(node: Node) -> bool:
@@ -226,9 +235,6 @@ def _mutates(target: Any) -> bool:
     """Whether a registered operator says that it writes to an argument."""
     every = [getattr(target, name) for name in target.overloads()] if hasattr(target, "overloads") else [target]
     return any(compat.is_overload(o) and is_mutating(o) for o in every)
-
-
-_IN_PLACE = ("iadd", "isub", "imul", "iand", "ior", "ixor", "itruediv", "ifloordiv", "imod", "ipow", "ilshift", "irshift")
 
 
 def _run(node: Node, known: Mapping[Node, Any]) -> Any:
