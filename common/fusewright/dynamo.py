@@ -180,7 +180,7 @@ def gc_paused() -> Iterator[None]:
 
 
 _pause = contextlib.ExitStack()
-"""What ends with the compilation that Dynamo is at."""
+"""The context that ends with the compilation in progress."""
 
 
 def _pause_gc_while_tracing() -> None:

@@ -212,7 +212,7 @@ def _storages(node: Node) -> set[int]:
 def _writes(node: Node) -> bool:
     """Whether a node may write to an argument: in-place methods and operators, `out=`, item assignment."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return is_in_place(name) or _asked_to(node) or _mutates(node.target) or "out" in node.kwargs
+    return is_in_place(name) or _is_called_in_place(node) or _mutates(node.target) or "out" in node.kwargs
 
 
 def is_in_place(name: str) -> bool:
@@ -223,8 +223,8 @@ def is_in_place(name: str) -> bool:
     return operator in IN_PLACE or operator == "setitem"
 
 
-def _asked_to(node: Node) -> bool:
-    """Whether a function of torch (`F.relu`) is called with `inplace=True`, by name or by place."""
+def _is_called_in_place(node: Node) -> bool:
+    """Whether a function of torch (`F.relu`) is called with `inplace=True`, by name or by position."""
     code = getattr(node.target, "__code__", None)
     named = code.co_varnames[: code.co_argcount] if code is not None else ()
     at = named.index("inplace") if "inplace" in named else len(node.args)
