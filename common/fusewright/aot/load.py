@@ -185,7 +185,7 @@ def _some(changes: Sequence[str]) -> str:
 
 def _obstacle(as_loaded: tuple[Any, ...]) -> str:
     """Why no program may run now, whatever its model, or "": modes among them, under which nothing else can be relied on."""
-    if compat.autocast_enabled():  # which would cast what a program's kernels and library calls take as it is
+    if compat.autocast_enabled():  # it would cast operands of a program's calls, whose types are fixed
         return "saved programs run without autocast: leave it"
     if (now := settings()) == as_loaded:
         return ""
