@@ -18,7 +18,7 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from fusewright import _torch_compat as compat
 from fusewright import ops
-from fusewright.capture.masks import is_in_place
+from fusewright.capture.masks import writes
 from fusewright.graph.spec import arguments
 
 PLACE = ("stack_trace", "nn_module_stack")
@@ -421,10 +421,8 @@ class _Forward(_Recorder):
         return result
 
     def _writes_here(self) -> bool:
-        """Whether the call that is being recorded is one that writes: `add_`, `setitem`, `iadd`, or with `out`."""
-        if self.here is None:
-            return False
-        return is_in_place(str(getattr(self.here.target, "__name__", self.here.target))) or "out" in self.here.kwargs
+        """Whether the call that is being recorded says that it writes."""
+        return self.here is not None and writes(self.here)
 
 
 def _dropout(args: Any, kwargs: Any) -> bool:

@@ -198,7 +198,7 @@ def _fits(example: Any) -> bool:
 
 def memory_written(gm: GraphModule) -> Callable[[Node], bool]:
     """Return whether somebody may write to a node's memory, also through a view of it."""
-    into = {i for n in gm.graph.nodes if _writes(n) for i in n.all_input_nodes}
+    into = {i for n in gm.graph.nodes if writes(n) for i in n.all_input_nodes}
     storages = {storage for i in into for storage in _storages(i)}
     return lambda node: node in into or not storages.isdisjoint(_storages(node))
 
@@ -209,13 +209,13 @@ def _storages(node: Node) -> set[int]:
     return {compat.storage_id(x) for x in every if isinstance(x, torch.Tensor) and x.layout is torch.strided}
 
 
-def _writes(node: Node) -> bool:
+def writes(node: Node) -> bool:
     """Whether a node may write to an argument: in-place methods and operators, `out=`, item assignment."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return is_in_place(name) or _is_called_in_place(node) or _mutates(node.target) or "out" in node.kwargs
+    return _is_in_place(name) or _is_called_in_place(node) or _mutates(node.target) or "out" in node.kwargs
 
 
-def is_in_place(name: str) -> bool:
+def _is_in_place(name: str) -> bool:
     """Whether a function or method of this name writes to its first argument: `add_`, `iadd`, `__iadd__`, `setitem`."""
     if name.endswith("_") and not name.endswith("__"):
         return name not in PURE
