@@ -88,7 +88,7 @@ def static_input_indices() -> frozenset[int]:
 
 
 def _traced(name: str) -> Any:
-    """What AOTAutograd knows of the graph that it is compiling; None if it is at none."""
+    """What AOTAutograd knows of the graph that it is compiling; None outside of a compilation."""
     from torch._guards import TracingContext
 
     return getattr(getattr(TracingContext.try_get(), "fw_metadata", None), name, None)

@@ -35,10 +35,10 @@ class Accuracy:
     """Worst output of a call. `ratio_*` = our error / eager's error; errors are absolute, against fp64.
 
     `passed` means every output has error <= 2x eager's + one epsilon of the dtype (four in fp32) at the output's scale, in max
-    and rms norm, has eager's dtype and shape, and has NaN and Inf exactly where eager does. Where the exact result is zero,
-    any order of additions leaves rounding of the terms that cancel, some orders always more than eager's. The output's scale is
-    then that of these terms, which fp64's own rounding tells: what it leaves, in fp64's epsilons. An error of the terms
-    themselves is far larger, and results that are not zero keep their own scale.
+    and rms norm, has eager's dtype and shape, and has NaN and Inf exactly where eager does. The scale of an output whose exact
+    result is zero is that of the terms that cancel: any order of additions leaves their rounding, and some orders always more
+    than eager's. fp64's own rounding, in fp64's epsilons, tells this scale. An error of the terms themselves is far larger, and
+    results that are not zero keep their own scale.
     """
 
     passed: bool

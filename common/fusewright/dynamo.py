@@ -108,7 +108,7 @@ def compile_dynamo(
         from fusewright.rewrite import training
 
         nonlocal rules
-        rules = RuleLog(parsed.disable_rules, parsed.fuel)  # a graph that was laid out anew comes twice
+        rules = RuleLog(parsed.disable_rules, parsed.fuel)  # called twice if the graph in other layouts fails: count anew
         return training.rolled(gm, inputs, rules)
 
     laid = layouts.preferred(gm, backend)
@@ -180,7 +180,7 @@ def gc_paused() -> Iterator[None]:
 
 
 _pause = contextlib.ExitStack()
-"""What ends with the compilation that Dynamo is at."""
+"""The context that ends with the compilation in progress."""
 
 
 def _pause_gc_while_tracing() -> None:
@@ -195,7 +195,7 @@ def _compilation_starts(_: object) -> None:
 
 
 def _compilation_ends(_: object) -> None:
-    _pause.close()  # of nothing, if the hooks were set during this compilation
+    _pause.close()  # closes nothing if the hooks were set during this compilation
 
 
 @contextlib.contextmanager

@@ -146,7 +146,8 @@ def environment(*names: str) -> str:
 @functools.cache
 def sources(package: str) -> str:
     """A hash of the names, sizes and times of a package's Python files and native extensions, so that a modified checkout or a
-    rebuilt core counts as different code. The package need not be imported; of a module that is none, only its file counts."""
+    rebuilt core counts as different code. The package need not be imported. Of a module that is a single file, only that
+    counts."""
     digest = hashlib.sha256()
     for name, info in _files(package):
         digest.update(f"{name} {info.st_size} {info.st_mtime_ns}\n".encode())

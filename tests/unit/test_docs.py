@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pkgutil
 import re
 from pathlib import Path
 
@@ -46,6 +47,13 @@ def test_paths_that_the_docs_name_exist() -> None:
         paths = re.findall(r"`((?:ci|tests|common|backends|examples|docs|cmake)/[\w./-]+?)`", text)
         missing = [name for name in (*paths, *modules) if not (ROOT / name).exists()]
         assert not missing, f"{page.name}: {missing}"
+
+
+@pytest.mark.parametrize("page", [PAGES[0], *sorted((ROOT / "docs").glob("*.md"))], ids=lambda p: p.name)
+def test_dotted_names_of_the_host_that_the_docs_name_exist(page: Path) -> None:
+    group = {"fusewright.backends"}  # an entry-point group
+    for name in set(re.findall(r"`(fusewright(?:\.\w+)+)(?:\(.*?\))?`", page.read_text())) - group:
+        assert pkgutil.resolve_name(name) is not None, name
 
 
 @pytest.mark.parametrize("page", tables.GENERATED, ids=lambda p: p.name)

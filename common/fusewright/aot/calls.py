@@ -52,7 +52,7 @@ class Leaf:
         return self.fits(weight) and self.looks_like(weight) and not storage.lazy(weight)
 
     def looks_like(self, weight: torch.Tensor) -> bool:
-        """The same of a weight that was this, and lies where it lay: `weight.data = weight.t()` keeps its address."""
+        """Like `is_of`, for a weight that was this and has kept its address: `weight.data = weight.t()` does."""
         lazy = self.dtype is not None and self.dtype.is_complex and weight.is_conj()
         return weight.dtype is self.dtype and weight.shape == self.shape and weight.stride() == self.stride and not lazy
 

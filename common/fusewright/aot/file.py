@@ -71,7 +71,7 @@ def _bytes(path: Path) -> bytes:
 
 
 def _without_waiting(path: str, flags: int) -> int:
-    """Open a file; a pipe too, for whose writer nobody waits."""
+    """Open a file; opening a pipe does not wait for its writer."""
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 

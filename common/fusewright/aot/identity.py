@@ -35,7 +35,7 @@ _INSTALLED = frozenset({"site-packages", "dist-packages"})
 
 @dataclass(frozen=True)
 class Model:
-    """What results of a model depend on beside the values of its weights, as data, and the objects that it was read from."""
+    """What results of a model depend on besides the values of its weights, as data, and the objects that it was read from."""
 
     parts: Parts
     modules: tuple[torch.nn.Module, ...]

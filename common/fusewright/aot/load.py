@@ -61,7 +61,7 @@ class Program:
         """The inputs of the plan in a call. Raises `ArtifactError` for what is not as it was saved."""
         given: list[Any] = [None if at < 0 else calls.laid_out(leaves[at], self.leaves[at]) for at in self.places]
         weights: list[Any] = [held.get(key) for _, (held, key), _, _ in self.weights]
-        now = _lie(weights)
+        now = _locations(weights)
         known = now is not None and now in self.seen
         for weight, (k, _, name, leaf) in zip(weights, self.weights, strict=True):
             if not (leaf.looks_like(weight) if known else leaf.is_of(weight)):
@@ -86,8 +86,8 @@ class Program:
         return compat.pytree.tree_unflatten(self.run(given), self.gives)
 
 
-def _lie(weights: Sequence[Any]) -> tuple[list[Any], ...] | None:
-    """Which tensors these are, and where in memory; None if not all have an address."""
+def _locations(weights: Sequence[Any]) -> tuple[list[Any], ...] | None:
+    """The identities of these tensors and their addresses; None if not all have an address."""
     try:
         return list(map(id, weights)), list(map(type, weights)), list(map(torch.Tensor.data_ptr, weights))
     except (RuntimeError, TypeError):
@@ -148,7 +148,8 @@ class Loaded:
             return program(given)
 
     def _compared(self) -> _State:
-        """Compare the model, as it is now, with the one that was loaded, but for files, whose code runs as it was imported."""
+        """Compare the model as it is now with the one that was loaded. Source files are not read again: their code runs as it
+        was imported."""
         found, programs = identity.of_model(self._model, read=False), self._state.programs
         then = {k: v for k, v in self._parts.items() if k in found.parts}
         watch, changes = Watch(found), list(islice(identity.differences(then, found.parts), 4))
@@ -184,7 +185,7 @@ def _some(changes: Sequence[str]) -> str:
 
 def _obstacle(as_loaded: tuple[Any, ...]) -> str:
     """Why no program may run now, whatever its model, or "": modes among them, under which nothing else can be relied on."""
-    if compat.autocast_enabled():  # which would cast what a program's kernels and library calls take as it is
+    if compat.autocast_enabled():  # it would cast operands of a program's calls, whose types are fixed
         return "saved programs run without autocast: leave it"
     if (now := settings()) == as_loaded:
         return ""

@@ -18,6 +18,7 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from fusewright import _torch_compat as compat
 from fusewright import ops
+from fusewright.capture.masks import writes
 from fusewright.graph.spec import arguments
 
 PLACE = ("stack_trace", "nn_module_stack")
@@ -420,13 +421,8 @@ class _Forward(_Recorder):
         return result
 
     def _writes_here(self) -> bool:
-        """Whether the call that is being recorded is one that writes: `add_`, `setitem`, `iadd`, or with `out`."""
-        name = str(getattr(self.here.target, "__name__", self.here.target)) if self.here is not None else ""
-        return name.endswith("_") or name == "setitem" or name in _IN_PLACE or (self.here is not None and "out" in self.here.kwargs)
-
-
-_IN_PLACE = frozenset(f"i{name}" for name in "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift".split())
-"""Functions of the module `operator` that write."""
+        """Whether the call that is being recorded says that it writes."""
+        return self.here is not None and writes(self.here)
 
 
 def _dropout(args: Any, kwargs: Any) -> bool:

@@ -191,7 +191,7 @@ def _unsqueeze(read: Reader, node: Node) -> Known:
 
 
 def _inserted(found: Affine, at: int) -> Affine:
-    """With a new dimension at `at` (counted from the last of the result)."""
+    """The form of a tensor with a new dimension at `at` (counted from the last of the result)."""
     return found.moved(lambda d: d if d > at else d - 1)
 
 

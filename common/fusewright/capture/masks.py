@@ -36,6 +36,9 @@ PURE = frozenset(
 )
 """Functions and methods (by name) whose results depend on their arguments alone."""
 
+IN_PLACE = frozenset(f"i{name}" for name in "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift".split())
+"""In-place operators by their names in the module `operator`; as methods, they have underscores around."""
+
 MOST_ELEMENTS = 1 << 26
 """Larger constants are not computed."""
 
@@ -195,7 +198,7 @@ def _fits(example: Any) -> bool:
 
 def memory_written(gm: GraphModule) -> Callable[[Node], bool]:
     """Return whether somebody may write to a node's memory, also through a view of it."""
-    into = {i for n in gm.graph.nodes if _writes(n) for i in n.all_input_nodes}
+    into = {i for n in gm.graph.nodes if writes(n) for i in n.all_input_nodes}
     storages = {storage for i in into for storage in _storages(i)}
     return lambda node: node in into or not storages.isdisjoint(_storages(node))
 
@@ -206,16 +209,22 @@ def _storages(node: Node) -> set[int]:
     return {compat.storage_id(x) for x in every if isinstance(x, torch.Tensor) and x.layout is torch.strided}
 
 
-def _writes(node: Node) -> bool:
+def writes(node: Node) -> bool:
     """Whether a node may write to an argument: in-place methods and operators, `out=`, item assignment."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    in_place = name.endswith("_") and not name.endswith("__") and name not in PURE
-    in_place = in_place or name in ("setitem", *_IN_PLACE) or _asked_to(node)
-    return in_place or _mutates(node.target) or "out" in node.kwargs
+    return _is_in_place(name) or _is_called_in_place(node) or _mutates(node.target) or "out" in node.kwargs
 
 
-def _asked_to(node: Node) -> bool:
-    """Whether a function of torch (`F.relu`) is called with `inplace=True`, by name or by place."""
+def _is_in_place(name: str) -> bool:
+    """Whether a function or method of this name writes to its first argument: `add_`, `iadd`, `__iadd__`, `setitem`."""
+    if name.endswith("_") and not name.endswith("__"):
+        return name not in PURE
+    operator = name.removeprefix("__").removesuffix("__")
+    return operator in IN_PLACE or operator == "setitem"
+
+
+def _is_called_in_place(node: Node) -> bool:
+    """Whether a function of torch (`F.relu`) is called with `inplace=True`, by name or by position."""
     code = getattr(node.target, "__code__", None)
     named = code.co_varnames[: code.co_argcount] if code is not None else ()
     at = named.index("inplace") if "inplace" in named else len(node.args)
@@ -226,9 +235,6 @@ def _mutates(target: Any) -> bool:
     """Whether a registered operator says that it writes to an argument."""
     every = [getattr(target, name) for name in target.overloads()] if hasattr(target, "overloads") else [target]
     return any(compat.is_overload(o) and is_mutating(o) for o in every)
-
-
-_IN_PLACE = ("iadd", "isub", "imul", "iand", "ior", "ixor", "itruediv", "ifloordiv", "imod", "ipow", "ilshift", "irshift")
 
 
 def _run(node: Node, known: Mapping[Node, Any]) -> Any:

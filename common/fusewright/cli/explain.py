@@ -108,14 +108,14 @@ def run(
     torch.compiler.reset()
     breaks, untraced, before = compat.counted("graph_break"), compat.counted("unimplemented"), compat.counted("frames")
     log = logging.getLogger("fusewright")
-    log.addFilter(_said_better)
+    log.addFilter(_is_news)
     try:
         with report.recording() as reports:
             seconds = clock.seconds(lambda: call(backend))
             first = len(reports)
             call(backend)
     finally:
-        log.removeFilter(_said_better)
+        log.removeFilter(_is_news)
     new, frames = _more(compat.counted("graph_break"), breaks), _more(compat.counted("frames"), before)
     skipped = frames.get("total", 0) - frames.get("ok", 0)
     reasons = tuple(_more(compat.counted("unimplemented"), untraced)) if skipped else ()
@@ -124,8 +124,8 @@ def run(
     return Explained(model, actual, dtype, reports, new, len(reports) - first, seconds, judged, skipped, reasons)
 
 
-def _said_better(record: logging.LogRecord) -> bool:
-    """Whether a line is not a note that points its reader to this command."""
+def _is_news(record: logging.LogRecord) -> bool:
+    """Filter for log records: drop notes that only point to this command."""
     return report.SEE not in record.getMessage()
 
 

@@ -37,7 +37,7 @@ def fake_like(
 
 
 def contiguous_like(val: torch.Tensor, sizes: Sequence[Any]) -> torch.Tensor:
-    """Return a contiguous FakeTensor like `val` of other sizes, without a question about them."""
+    """Return a contiguous FakeTensor like `val` of other sizes, without comparing these, which could add guards."""
     with compat.fake_mode_of(val):
         return torch.empty_strided(sizes, contiguous_strides(sizes), dtype=val.dtype, device=val.device)
 

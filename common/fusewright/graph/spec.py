@@ -31,7 +31,8 @@ def extent(s: int | torch.SymInt) -> Extent:
 
 
 def contiguous_strides(sizes: Sequence[Any]) -> tuple[Any, ...]:
-    """The strides of a contiguous tensor, of numbers, formulas or symbolic sizes; the latter are asked nothing."""
+    """The strides of a contiguous tensor, of numbers, formulas or symbolic sizes. Symbolic sizes are not compared, which could
+    add guards."""
     strides: list[Any] = [1]
     for n in reversed(sizes[1:]):
         strides.append(n * strides[-1])

@@ -79,6 +79,8 @@ class Op:
     decompose: Callable[..., Any] | None = field(compare=False, repr=False, default=None)
     fake_differs: tuple[int, ...] = field(compare=False, repr=False, default=())
     """Outputs whose dtype FakeTensor may get wrong; trust the rule, not `meta["val"]`."""
+    activation: bool = field(compare=False, repr=False, default=False)
+    """Whether it is a composite whose elements each depend on one element of its only tensor."""
 
     @cached_property
     def target(self) -> Overload:
@@ -183,7 +185,8 @@ def row(
     source: str = "",
     decompose: Callable[..., Any] | None = None,
     fake_differs: tuple[int, ...] = (),
+    activation: bool = False,
 ) -> Op:
     """Declare a row. Unless given, the source of its definition is ATen's own documentation of the op."""
     source = source or f"ATen {qualname.partition('::')[2].partition('.')[0]}"
-    return Op(name, kind, qualname, dtype_rule, shape_rule, reference, doc, source, decompose, fake_differs)
+    return Op(name, kind, qualname, dtype_rule, shape_rule, reference, doc, source, decompose, fake_differs, activation)

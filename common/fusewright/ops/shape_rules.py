@@ -142,8 +142,8 @@ def linear(a: Args) -> tuple[Shape]:
 
 
 def conv(a: Args) -> tuple[Shape]:
-    """[n, c, ...] x [k, c / groups, ...] -> [n, k, ...]; transposed weights are [c, k / groups, ...]. Of no channels torch makes
-    none."""
+    """[n, c, ...] x [k, c / groups, ...] -> [n, k, ...]; transposed weights are [c, k / groups, ...]. Without input channels
+    torch makes a result without channels."""
     x, w = shape(a["input"]), shape(a["weight"])
     lead = x[: len(x) - (len(w) - 2) - 1]
     spatial = []

@@ -262,7 +262,7 @@ def _graph(r: GraphReport) -> dict[str, Any]:
     kept, records = r.kept, {o.id: o for o in r.ops}
     found: dict[str, Any] = {
         "phase": r.phase, "capture": r.capture, "regions": r.regions, "rules": {k: n for k, n in r.rules.items() if n},
-        "bugs": r.bugs, "replay": r.replay, "fates": _fates(r), "plan": r.texts.get("plan", ""),
+        "bugs": r.bugs, "replay": r.replay, "fates": _outcomes(r), "plan": r.texts.get("plan", ""),
     }  # fmt: skip
     if kept is None:
         return found
@@ -274,8 +274,8 @@ def _graph(r: GraphReport) -> dict[str, Any]:
     return found
 
 
-def _fates(r: GraphReport) -> list[dict[str, Any]]:
-    """Ops by where they run and why, most expensive first."""
+def _outcomes(r: GraphReport) -> list[dict[str, Any]]:
+    """Ops grouped by where they run and why, most expensive first."""
     groups: dict[tuple[str, str, str], dict[str, Any]] = {}
     total = sum(o.seconds for o in r.ops) or 1e-30
     for o in r.ops:

@@ -39,11 +39,7 @@ def join(graph: Graph, log: RuleLog) -> None:
         if found is None or not log.allows(ID):
             continue
         result, a, b = found
-        try:
-            with graph.inserting_before(node if result is node else node.next):
-                new = laid_out(r, a, b, value_of(result))
-        except compat.SizesAssumed:
-            continue
+        new = r.attempt(node if result is node else node.next, laid_out, r, a, b, value_of(result))
         if new is not None:
             log.hit(ID)
             r.replace(result, new)

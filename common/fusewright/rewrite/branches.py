@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from fusewright import _torch_compat as compat
 from fusewright import ops
 from fusewright.graph.constants import COMPUTED_ONCE
 from fusewright.graph.effects import drop_dead_code, has_writes
@@ -48,11 +47,7 @@ def merge(graph: Graph, weights: Collection[Node], dtypes: Collection[torch.dtyp
     for root in [n for n in graph.nodes if _adds(n) and value_of(n).dtype in dtypes]:
         if _continues(root) or not log.allows(ID):
             continue
-        try:
-            with graph.inserting_before(root):
-                made = _merged(r, root, weights)
-        except compat.SizesAssumed:
-            continue
+        made = r.attempt(root, _merged, r, root, weights)
         if made is not None and alike(value_of(made), value_of(root)):
             log.hit(ID)
             r.replace(root, made)
@@ -106,7 +101,7 @@ def _merged(r: Rewriter, root: Node, weights: Collection[Node]) -> Node | None:
         parts = [b for b in (*convs, *beside) if b.summand in left and _covers(largest, b)]
         biased = any(b.norm is not None or (b.conv is not None and b.conv["bias"] is not None) for b in parts)
         if len(parts) + (biased and len(numbers)) > 1:
-            made.append(_one(r, largest, parts, numbers if biased else ()))
+            made.append(_as_one_convolution(r, largest, parts, numbers if biased else ()))
             numbers = [] if biased else numbers
             for b in parts:
                 left.remove(b.summand)
@@ -168,8 +163,8 @@ def _within(window: tuple[int, int, int], taps: range) -> bool:
     return set(taps) <= set(range(first, first + step * count, step))
 
 
-def _one(r: Rewriter, largest: Branch, parts: Sequence[Branch], numbers: Sequence[float]) -> Node:
-    """Make the convolution that adds up branches, and in its bias numbers."""
+def _as_one_convolution(r: Rewriter, largest: Branch, parts: Sequence[Branch], numbers: Sequence[float]) -> Node:
+    """Make one convolution that adds up branches; numbers go into its bias."""
     conv = largest.conv
     assert conv is not None
     pairs = [_folded(r, b, largest) for b in parts]

@@ -126,11 +126,7 @@ class Rewriter:
             env: dict[str, Any] = {}
             if not match(rule.pattern, node, env):
                 continue
-            try:
-                with self.graph.inserting_before(node):
-                    new = rule.build(self, node, env)
-            except compat.SizesAssumed:  # the result is known for some sizes only; what was made is dead code
-                continue
+            new = self.attempt(node, rule.build, self, node, env)
             if new is None or new is node:
                 continue
             self.log.hit(rule.id)
@@ -138,6 +134,15 @@ class Rewriter:
             self.graph.erase_node(node)
             return new
         return None
+
+    def attempt(self, before: Node, build: Callable[..., Node | None], *args: Any) -> Node | None:
+        """Build a replacement in front of a node. None where there is none, or where it is right for some sizes only: what was
+        made is then dead code."""
+        try:
+            with self.graph.inserting_before(before):
+                return build(*args)
+        except compat.SizesAssumed:
+            return None
 
     def replace(self, node: Node, new: Node) -> None:
         """Let all readers of `node` read `new`."""

@@ -12,7 +12,6 @@ from typing import Any
 
 from torch.fx import Graph, Node
 
-from fusewright import _torch_compat as compat
 from fusewright import ops
 from fusewright.graph.effects import drop_dead_code
 from fusewright.graph.spec import arguments, extent, value_of
@@ -47,11 +46,7 @@ def fill(graph: Graph, log: RuleLog) -> None:
         writes = sorted(_chain(node), key=lambda w: w.start)
         if len(writes) < LEAST_STEPS or not _whole(writes) or r.changes_before(node) or not log.allows(ID):
             continue
-        try:
-            with graph.inserting_before(node):
-                new = _joined(r, writes)
-        except compat.SizesAssumed:
-            continue
+        new = r.attempt(node, _joined, r, writes)
         if new is not None and alike(value_of(new), value_of(node)):
             log.hit(ID)
             r.replace(node, new)

@@ -27,7 +27,7 @@ def account(c: Compilation) -> None:
         if where != "lowered" and estimate.kind == "view":
             where = "view"
         shape = str(_shape(op.outs[0].spec)) if op.outs else ""
-        verdict = _as_it_came(c.partition.verdicts[op.id], where, note)
+        verdict = _corrected(c.partition.verdicts[op.id], where, note)
         r.ops.append(OpRecord(op.op, where, verdict, note, op.source, shape, estimate.seconds(policy), op.id))
     r.regions = len(c.compiled)
     _log(c)
@@ -51,8 +51,8 @@ def _log(c: Compilation) -> None:
         log.debug("%s", c.plan_text())
 
 
-def _as_it_came(claim: Verdict, where: str, note: str) -> Verdict:
-    """The verdict on a claimed op, corrected by its fragment, which knows more than the claim."""
+def _corrected(claim: Verdict, where: str, note: str) -> Verdict:
+    """Correct the verdict on a claimed op by its fragment, which knows more than the claim."""
     if where == "carried" and claim.why is not Why.CARRIED:
         return Verdict(Why.CARRIED, note if note not in ("", "eager") else "eager's own call, inside a region")
     return YES if where == "lowered" else claim

@@ -34,8 +34,8 @@ def plan(c: Compilation) -> Refused:
             return dict.fromkeys(_claimed(c), Verdict(Why.CRASHED, str(e)))
         c.run = Eager(c.gm).run
         return {}
-    if unsayable := _unsayable(c):
-        return unsayable
+    if refused := _with_long_sizes(c):
+        return refused
     try:
         kernels = c.backend.load(c.plan.kernels) if c.plan.kernels else {}
     except Exception as e:
@@ -66,7 +66,7 @@ def _alone(c: Compilation) -> bool:
     return known and all(work(op).seconds(policy) - policy.call_seconds < policy.worth_waking for op in ops)
 
 
-def _unsayable(c: Compilation) -> Refused:
+def _with_long_sizes(c: Compilation) -> Refused:
     """Ops whose launches have sizes too long for a plan's text: nested formulas grow with the depth of a model."""
     launches = [i for i in (*c.plan.prepare, *c.plan.instructions) if isinstance(i, Launch)]
     found = [i for i in launches if not all(map(is_size, _sizes(c, i)))]

@@ -32,10 +32,10 @@ def finish(c: Compilation, kernels: Mapping[str, KernelCode]) -> None:
     _watch_weights(c, plain)
     c.run = run = _replaying(c, c.plan, kernels, plain)
     if c.compiled or c.facts.suspects() or run is not plain:
-        checked = codegen.load(_believed(c, c.plan), kernels, checked=True, prepared=codegen.prepared_of(plain))
+        checked = codegen.load(_without_distrusted(c, c.plan), kernels, checked=True, prepared=codegen.prepared_of(plain))
         again, passed = (lambda found: plan_again(c, found)), (lambda: _passed(c))
         if has_collectives(c.graph):
-            eager = _believed(c, plan_build.build(c.index, (), ()))
+            eager = _without_distrusted(c, plan_build.build(c.index, (), ()))
             c.run = observed_first(eager, checked, run, again, passed, c.backend.name)
         else:
             check, written = codegen.check_of(checked), _written_inputs(c.plan)
@@ -73,8 +73,8 @@ def _watch_weights(c: Compilation, plain: Run) -> None:
         prepared.whole = True
 
 
-def _believed(c: Compilation, plan: plan_build.Plan) -> plan_build.Plan:
-    """The plan without the metadata of distrusted values: the first run checks the rest."""
+def _without_distrusted(c: Compilation, plan: plan_build.Plan) -> plan_build.Plan:
+    """Return the plan without the metadata of distrusted values, so that the first run checks only the rest."""
     nodes = [n for n in c.working.nodes if n.op != "output" and origin(n) in c.facts.distrusted]
     doubted = {v.id for n in nodes for v in c.index.values(n)}
     return replace(plan, specs={i: s for i, s in plan.specs.items() if i not in doubted})

@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fusewright import ops
 from fusewright.interface import Value
+from fusewright.plan.ir import Call
+from fusewright.toolkit.rules.space import layout_of
 from tests.backends.onednn.common import BF16, F32, check, compiled
 from tests.fragments import Sketch, targets
 from tests.hosts import FLOATS, needs_bf16
@@ -110,6 +113,15 @@ def test_relu_between_convolutions_stays_channels_last() -> None:
 
 
 @needs_bf16
+@pytest.mark.parametrize("name", [row.name for row in ops.ROWS if row.activation])
+def test_every_activation_between_convolutions_stays_channels_last(name: str) -> None:
+    g = Net()
+    arguments = {"softplus": (1.0, 20.0), "threshold": (0.1, 0.5)}.get(name, ())
+    y = g.op(name, g.conv(g.image(), 8, 16), *arguments)
+    _, second = [i for i in check(g, [g.conv(y, 16, 8)]).instructions if isinstance(i, Call) and not i.prepare]
+    assert layout_of(g.temporaries[second.args[0].id]) == "channels_last"
+
+
 def test_an_addition_goes_to_one_of_two_convolutions() -> None:
     g = Net(BF16)
     x = g.image()

@@ -225,3 +225,24 @@ def test_views_of_a_tensor_that_is_filled_are_made_again_only_to_be_read(steps: 
     x = torch.randn(steps, 3)
     assert torch.equal(torch.compile(fill, backend=backend, dynamic=False)(x), fill(x))
     assert len(graphs[0].find_nodes(op="call_function", target=torch.ops.aten.select.int)) == 2 * steps + 2
+
+
+@pytest.mark.parametrize(
+    "write",
+    [lambda x: F.relu(x, inplace=True), lambda x: F.leaky_relu(x, 0.1, True), lambda x: x.__imul__(2), lambda x: x.tanh_()],
+)
+def test_every_call_that_says_it_writes_is_recorded_before_gradients(write: Any) -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return write(x * 2) * x
+
+    recorded: list[torch.fx.GraphModule] = []
+
+    def backend(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        recorded.append(direct.forward(gm, inputs))
+        return gm
+
+    x, y = (torch.linspace(-1, 1, 5, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    torch.compile(step, backend=backend)(x.detach())
+    recorded[0](x)[0].sum().backward()
+    step(y).sum().backward()
+    torch.testing.assert_close(x.grad, y.grad)

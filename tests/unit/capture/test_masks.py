@@ -69,6 +69,12 @@ def changed_through_a_view(q: torch.Tensor) -> torch.Tensor:
     return F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
 
 
+def changed_by_a_called_operator(q: torch.Tensor) -> torch.Tensor:
+    mask = torch.ones(L, L, dtype=torch.bool).tril()
+    mask.__ior__(torch.eye(L, dtype=torch.bool).flip(0))
+    return F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+
+
 def past_beside_writes_under_vmap(q: torch.Tensor) -> torch.Tensor:
     return past(torch.vmap(lambda x: x.clone().add_(1))(q))
 
@@ -82,7 +88,7 @@ def test_constant_masks_go(fn: Any, causal: bool) -> None:
     assert len([n for n in call.graph.nodes if n.op != "placeholder"]) == 2  # the ops that built the mask are gone
 
 
-@pytest.mark.parametrize("fn", [window, weighs, changed_later, changed_through_a_view])
+@pytest.mark.parametrize("fn", [window, weighs, changed_later, changed_through_a_view, changed_by_a_called_operator])
 def test_other_masks_stay(fn: Any) -> None:
     count, _ = folded(fn, torch.randn(2, 1, L, 4))
     assert count == 0

@@ -20,7 +20,7 @@ _op = partial(row, Kind.COMPOSITE)
 
 
 def _activation(name: str, doc: str, reference: Any, decompose: Any, source: str = "", dtype_rule: Any = dt.SELF) -> Op:
-    return _op(name, f"aten::{name}", dtype_rule, sh.SAME, reference, doc, source, decompose)
+    return _op(name, f"aten::{name}", dtype_rule, sh.SAME, reference, doc, source, decompose, activation=True)
 
 
 def softmax_dtype(a: Args) -> tuple[torch.dtype]:

@@ -36,20 +36,20 @@ log = logging.getLogger("fusewright")
 clock = time.perf_counter
 
 LOOKED = 16
-"""As long as all calls were of the same sizes, those of one call in so many are looked at, unless it is part of a round: in the
-caches that a step leaves cold, that takes longer than everything else here."""
+"""As long as all calls had the same sizes, the sizes of one call in this many are checked, unless it is part of a round: in
+the caches that a step leaves cold, the check takes longer than everything else here."""
 
 SHORT = 1 << 18
 """The most elements of all tensors that a graph reads in a short step: multiplied with a few rows, they keep a core busy for a
 millisecond."""
 
 LEFT = 10.0
-"""Seconds without a call after which others may measure. Around graphs, what takes so long is no part of it."""
+"""Seconds without a call after which others may measure. A pause this long is no work of Dynamo's around graphs."""
 
 
 class BrokenCalls:
-    """The hook for calls of one compiled function. `codes` are those that its calls enter first: what eager runs by them, and all
-    that they call, is out of Dynamo's sight. `devices` are those of its graphs."""
+    """The hook for calls of one compiled function. `codes` are those that its calls enter first: Dynamo does not see what eager
+    runs by them, nor anything that they call. `devices` are those of its graphs."""
 
     def __init__(self, name: str, may: Callable[[], bool]) -> None:
         self.name, self.codes = name, set[CodeType]()
@@ -247,7 +247,7 @@ class BrokenCalls:
 
 
 _skipped: dict[CodeType, int] = {}
-"""How many calls that are going on eager runs, by the code that they enter."""
+"""The number of calls that eager is running now, by the code that they enter."""
 
 _one = threading.Lock()
 
@@ -294,12 +294,12 @@ def _sizes(given: Iterable[Any]) -> Iterator[Hashable]:
 
 
 def _place(code: CodeType) -> tuple[str, int, str]:
-    """What the code that Dynamo makes has in common with that of the function."""
+    """The part of a code's identity that the code made by Dynamo shares with the function's own."""
     return code.co_filename, code.co_firstlineno, code.co_name
 
 
 def _until_reset(_: object) -> None:
-    """What Dynamo calls around compilations as long as there was no reset."""
+    """The callback that Dynamo runs around compilations until a reset, which removes it and so is noticed."""
 
 
 _count = 0
@@ -313,7 +313,7 @@ def _resets() -> int:
 
 
 _parted: WeakSet[CodeType] = WeakSet()
-"""What calls with breaks enter. Another function of the same code may find some of its graphs compiled already."""
+"""Code that calls with breaks enter. Another function of the same code may find some of its graphs compiled already."""
 
 _known: WeakKeyDictionary[Any, BrokenCalls] = WeakKeyDictionary()
 """By compiled function."""

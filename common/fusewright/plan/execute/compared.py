@@ -43,30 +43,31 @@ WARM_UP = 3
 """The first call of the plan that is timed: before it, one is checked and one recorded."""
 
 TIMED = 3
-"""So many calls tell how long eager may take, which warms up in the next one."""
+"""Timed calls of the plan after which eager's limit is known. Eager warms up in the call after them."""
 
 SAMPLED = 4
-"""One call in so many is timed on the host, where that costs little more than the clock. The device is not waited for."""
+"""On the host, one call in this many is timed: reading the clock costs little there. The device is not waited for."""
 
 SHARE = 20
 """Calls of the plan in which shadows may take the time of one, and calls from pair to pair at least: a disturbance lasts for
 several calls, and plans of layers are recorded one by one."""
 
 AHEAD = 5.0
-"""Calls whose time shadows may take at once: the share of the first hundred."""
+"""The cost of shadows at once, in calls of the plan, at most: the share of the first hundred calls."""
 
 WINS, LOSSES = 2, 5
 
 SLOWER = 1.03
 
 STOPPED = 1.5
-"""Eager is stopped after so many times the plan's usual time: it has lost, and would cost too much."""
+"""Eager is stopped after this many times the plan's usual time: it has lost, and would cost too much."""
 
 TINY = 2e-4
 """Seconds below which one call of eager among many of a plan may take up to twice what it takes in a row."""
 
 MOSTLY = 0.9
-"""Eager that was stopped has lost if what had run before took so much of its time: it may come a little further by chance."""
+"""Eager that was stopped has lost if calls that had run before took at least this share of the limit: it may come a little
+further by chance."""
 
 MOST_CLASSES = 16
 """Number of size classes that are measured; all others run the plan."""
@@ -93,8 +94,8 @@ class Times:
 
 @dataclass(frozen=True)
 class Pair:
-    """Seconds of eager (at least so many if it was `stopped`, and then `whole` by estimate) and of the plan in one call; `cost` is
-    what the call took longer. `cold` if eager ran something for the first time."""
+    """Seconds of eager and of the plan in one call. If eager was `stopped`, its seconds are a lower bound and `whole` is an
+    estimate. `cost` is what the call took longer; `cold`: eager ran something for the first time."""
 
     eager: float = 0.0
     plan: float = 0.0
@@ -110,8 +111,8 @@ class Pair:
 
 @dataclass(frozen=True)
 class Ran:
-    """A shadow that began then, after preparations: its seconds, infinite if it was stopped, and then the part of its calls that it
-    has run and the seconds of those that had run before."""
+    """A run of a shadow: when it began, after preparations, and its seconds, which are infinite if it was stopped. In that case
+    also the part of its calls that it has run, and the seconds of those among them that had run before."""
 
     begin: float
     seconds: float
@@ -292,7 +293,8 @@ class Comparison:
         self._alike = True
 
     def half(self, gm: GraphModule, phase: Phase) -> Half | None:
-        """A graph that is about to be compiled, for `add`, without eager if its plan stays in any case; None if nobody asks."""
+        """A graph that is about to be compiled, for `add`. It has no eager if its plan stays in any case. None if nothing is to
+        be compared."""
         why = why_not(gm.graph)
         if phase == "backward":
             trial = self._trials.get(())

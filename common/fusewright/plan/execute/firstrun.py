@@ -49,8 +49,8 @@ class Check:
         self._empty: set[int] = set()
 
     def __call__(self, values: Mapping[int, Any]) -> None:
-        self._sizes.update(pair for id, value in values.items() for pair in self._told(id, value))
-        if found := [u for id, value in values.items() if (u := self._untrue(id, value)) is not None]:
+        self._sizes.update(pair for id, value in values.items() for pair in self._shown_sizes(id, value))
+        if found := [u for id, value in values.items() if (u := self._mismatch(id, value)) is not None]:
             first, *others = found
             first.others = tuple(others)
             raise first
@@ -60,7 +60,7 @@ class Check:
         """Whether every value was compared: one without elements, whose size is symbolic, does not show its strides."""
         return self._empty <= self._compared
 
-    def _untrue(self, id: int, value: Any) -> MetadataMismatch | None:
+    def _mismatch(self, id: int, value: Any) -> MetadataMismatch | None:
         spec = self._plan.specs.get(id)
         if spec is None or not isinstance(value, torch.Tensor) or id not in self._used:
             return None
@@ -72,8 +72,8 @@ class Check:
         reason = mismatch(value, spec, self._sizes)
         return MetadataMismatch(id, value, reason, self._sizes) if reason else None
 
-    def _told(self, id: int, value: Any) -> Iterator[tuple[Atom, int]]:
-        """The symbols that a value names."""
+    def _shown_sizes(self, id: int, value: Any) -> Iterator[tuple[Atom, int]]:
+        """The symbols whose sizes this value shows, with these sizes."""
         if id in self._plan.scalars and isinstance(value, int):
             yield self._plan.scalars[id], value
         spec = self._plan.specs.get(id)

@@ -1,14 +1,15 @@
-"""Who runs whole calls while eager runs some of them *instead* of what is compiled, and who does in the end: times in, verdict out.
+"""Decides who runs whole calls, while eager runs some of them *instead* of what is compiled: times in, verdict out.
 
-A round is a few compiled calls, then as many of eager. Its times are those of calls or, in training, of steps: from the start of
-a call to the start of the next one, with backward and optimizer in between. A step may call the function several times, and
-backward then comes after the last of these calls, so steps are compared by the sum of a round's times, whose number is a multiple
-of 1, 2, 3, 4 and 6. The best round of each side counts: a pause (evaluation, a saved checkpoint) spoils a round, not the verdict.
+A round is a few compiled calls, then as many of eager. Its times are those of calls or, in training, of steps: from the start
+of a call to the start of the next one, with backward and optimizer in between. A step may call the function several times, and
+backward then comes after the last of these calls. So steps are compared by the sum of a round's times, whose number is a
+multiple of 1, 2, 3, 4 and 6. The best round of each side counts: a pause (evaluation, a saved checkpoint) spoils a round, not
+the verdict.
 
-Eager's part ends early if it takes far longer than any compiled calls of the round did, so many in a row. The next round waits
-until what eager has taken longer, with what comparing the graphs alone took, is one in SHARE of all calls. One call of eager
-cannot be stopped, so before eager's part the figures of the call's own graphs (`compared.py`) tell what it will take: there is
-none if it cannot win, or cost too much so far.
+Eager's part ends early if it takes far longer than as many compiled calls of the round in a row. The next round waits until the
+excess of eager's time, with the cost of comparing the graphs alone, is one in SHARE of all calls. One call of eager cannot be
+stopped. So before eager's part the figures of the call's own graphs (`compared.py`) tell what it will take: there is none if it
+cannot win, or cost too much so far.
 """
 
 from __future__ import annotations
@@ -39,34 +40,40 @@ FEW_ROUNDS, FASTER = 2, 0.9
 if eager is this much faster in its worst round than what is compiled in its best one, and all were even."""
 
 EVEN = 1.08
-"""The mean of steps in terms of their median, at most, if each has a backward: one more in a round makes less than FASTER then."""
+"""The highest ratio of mean to median of a round's steps if each has a backward: one more in a round then makes less of a
+difference than FASTER."""
 
 LESS = 0.8
-"""There is no round if what is compiled takes so much of what eager takes for the graphs alone: few times are known of those."""
+"""There is no round if what is compiled takes less than this share of eager's time for the graphs alone. The margin is there
+because few of eager's times are known."""
 
 AHEAD, ESTIMATED = 3.2, 1.4
-"""Calls that eager may take longer at once: less than the share of the first hundred. An estimate counts so many times."""
+"""Eager's excess at once, in compiled calls, at most: less than the share of the first hundred. An estimate counts ESTIMATED
+times."""
 
 UNKNOWN = 50.0
-"""Calls that one of eager is thought to take longer if its graphs were never measured."""
+"""The assumed excess of one call of eager, in compiled calls, if its graphs were never measured."""
 
 STOPPED, COLD = 1.4, 3.0
-"""Eager's part ends after so many times the longest of as many compiled calls; after its first call only if that, which warms up,
-took so many times as long."""
+"""Eager's part ends once it takes STOPPED times as long as the longest of as many compiled calls in a row; after its first call,
+which warms up, only if that took COLD times as long."""
 
 TYPICAL = 0.6
-"""The best compiled steps of a round take so much of the mean time from call to call at least: if backward comes once for many
-calls, most rounds have none."""
+"""The least share of the mean time from call to call that the best compiled steps of a round take: if backward comes once for
+many calls, most rounds have none."""
 
 
 @dataclass(eq=False)
 class Trial:
-    """The comparison for calls with arguments of about the same sizes. `times` are those of the current round in seconds, `begun`
-    is when the call or step began that is going on, and `first` and `latest` when one of a round did, with the number of the call.
-    `best` are the figures of the best rounds, `won` counts those in which eager was faster, `alone` are the fastest calls, without
-    what follows them. `worst` is eager's slowest round. `even` tells whether the steps of each round took about the same time, and
-    `longest` are the longest ones of a round, at least. `costs` are what eager took longer in each round, in compiled calls, and
-    `shadows` is what comparing the graphs alone took. `tallies` are the graphs of the round's compiled calls."""
+    """The comparison for calls with arguments of about the same sizes.
+
+    The current round: `times` in seconds, `begun` is when the current call or step began, `first` and `latest` when the first
+    and the latest one of the round did, with the number of the call, and `tallies` are the graphs of its compiled calls. All
+    rounds: `best` are the figures of the best ones, `won` counts those in which eager was faster, `alone` are the fastest
+    calls, without what follows them, and `worst` is eager's slowest round. `even` tells whether the steps of each round took
+    about the same time, and `longest` are the shortest of the rounds' longest ones. Costs in compiled calls: `costs` are the
+    excess of eager's time in each round, and `shadows` what comparing the graphs alone took.
+    """
 
     steps: bool = False
     verdict: Verdict | None = None
@@ -151,7 +158,7 @@ class Trial:
         return {g for t in self.tallies for g in t.trials}
 
     def _spent(self) -> float:
-        """What all comparisons took longer so far, in compiled calls."""
+        """The cost of all comparisons so far, in compiled calls."""
         return self.shadows + sum(self.costs)
 
     def _longest(self, count: int) -> float:
@@ -163,7 +170,7 @@ class Trial:
         return self._cost(eager) * (1 + 1 / len(eager)) > max(AHEAD, self.calls / SHARE) - self._spent()
 
     def _cost(self, eager: list[float]) -> float:
-        """What eager's part took longer, in compiled calls of the round: on a busy machine, both sides take longer."""
+        """The excess of eager's time in its part, in compiled calls of the round: on a busy machine, both sides take longer."""
         usual = sum(self.times[: self.length]) / self.length
         return max(0.0, sum(eager) / max(usual, 1e-9) - len(eager))  # clocks may stand still
 

@@ -282,7 +282,7 @@ class Grouper:
         return dear and not self._private(units, group)
 
     def _cost(self, unit: Unit) -> int:
-        """Return the cost of the dearest op that a map computes: its own, or one inlined in it."""
+        """Return the highest cost of an op that a map computes: its own, or one inlined in it."""
         rules = [unit.rule, *(self.flow.rules(op)[0] for op in self.flow.inlined(unit.op.inputs()))]
         return max((rule.cost for rule in rules if isinstance(rule, Map)), default=0)
 

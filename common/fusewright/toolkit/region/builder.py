@@ -23,8 +23,8 @@ from fusewright.toolkit.region.graph import RegionGraph, made_of
 from fusewright.toolkit.region.verify import verify
 from fusewright.toolkit.rules.space import layout_of
 
-STRIDE_FREE = frozenset(name for name, row in ops.OPS.items() if row.kind is ops.Kind.POINTWISE) - {"clone", "copy"} | {
-    "gelu", "silu", "hardswish", "hardsigmoid", "leaky_relu", "elu", "mish", "softplus",
+_ELEMENTWISE = frozenset(name for name, row in ops.OPS.items() if row.kind is ops.Kind.POINTWISE or row.activation)
+STRIDE_FREE = _ELEMENTWISE - {"clone", "copy"} | {
     "max_pool2d", "max_pool3d", "avg_pool2d", "adaptive_avg_pool2d",
     "upsample_nearest2d", "upsample_bilinear2d", "batch_norm", "layer_norm", "group_norm", "rms_norm",
     "softmax", "mean", "sum", "cat", "constant_pad_nd", "permute", "transpose", "view",

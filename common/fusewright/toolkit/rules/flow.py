@@ -15,8 +15,8 @@ INLINE_COST = 12
 """A map op of at most this many vector instructions may be recomputed by each of its users ..."""
 
 INLINE_BYTES = 4
-"""... if the bytes that it reads are at most 1/INLINE_BYTES of those that it writes, or half of them where nobody else wants the
-result: a cast to a wider type is cheaper to read before it than behind it."""
+"""... if the bytes that it reads are at most 1/INLINE_BYTES of those that it writes, or half of them where the result has no
+other reader: reading a value before a cast to a wider type is cheaper than behind it."""
 
 READ_AGAIN = 4
 """How often an element may be recomputed rather than stored."""
