@@ -155,7 +155,10 @@ def _cuts(nodes: Sequence[Node], period: int) -> Iterator[Body]:
         crossed = [(last - first) // period - (k - first) // period for k, last in spans]
         return max(crossed) > 1, sum(crossed), (len(nodes) - first) % period  # the last steps are whole more often than the first
 
-    for first in sorted(range(period), key=cost)[:PHASES]:
+    costs = sorted((cost(k), k) for k in range(period))
+    for (far, handed, _), first in costs[:PHASES]:
+        if (far, handed) != costs[0][0][:2]:  # more would be states than need be
+            break
         steps = (len(nodes) - first) // period
         yield Body([[nodes[first + p + t * period] for t in range(steps)] for p in range(period)])
 
