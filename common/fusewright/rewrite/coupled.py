@@ -22,7 +22,7 @@ from fusewright.ops.semantics.coupled import MOST_RESULTS
 from fusewright.ops.semantics.recurrence import carried
 from fusewright.ops.semantics.steps import written
 from fusewright.rewrite.engine import Rewriter
-from fusewright.rewrite.scanned import Found, Operands, Scanned, converts, own
+from fusewright.rewrite.scanned import Found, Operands, Scanned, converts, is_like, own
 from fusewright.rewrite.steps import Steps, is_truth
 from fusewright.rewrite.unrolled import LEAST_STEPS, alike, private
 
@@ -279,7 +279,8 @@ class _Reading:
 
         def bind(p: int, node: Any) -> bool:
             expr = self.exprs[p]
-            call = self.steps.calls.get(node) if isinstance(node, Node) and self.steps.kind(node) is not None else None
+            known = isinstance(node, Node) and self.steps.kind(node) == self.steps.kind(self.body.calls[p][0])
+            call = self.steps.calls.get(node) if known else None
             if calls.setdefault(p, node) is not node or not isinstance(call, tuple) or call[0] != expr[0] or len(call) != len(expr):
                 return False
             return all(argument(a, n) for a, n in zip(expr[1:], call[1:], strict=True))
@@ -365,7 +366,7 @@ class _Coupled(Scanned):
     def _alike(self) -> bool:
         """Whether all states are of one type and shape, and only types that convert to it exactly take part."""
         x = self.like
-        begun = all(converts(value_of(h), x) for h in self.found.initial)
+        begun = all(is_like(value_of(h), x) for h in self.found.initial)  # another type rounds what is computed from it
         operands = (value_of(n) for column in self.found.operands for n in column if isinstance(n, Node))
         return begun and x.is_floating_point() and all(is_truth(v) or converts(v, x) for v in operands)
 
@@ -398,8 +399,6 @@ class _Coupled(Scanned):
     def _begun(self) -> list[Node]:
         order, call, begun = self._order(), self.r.call, list[Node]()
         for h in self.found.initial:
-            if value_of(h).dtype != self.like.dtype:
-                h = call("cast", (h,), kwargs={"dtype": self.like.dtype})
             if order != sorted(order):
                 h = call("permute", (call("expand", (h, self._shape())), order))
             begun.append(h)
