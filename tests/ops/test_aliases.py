@@ -61,6 +61,8 @@ CALLS = {
     "conv_transpose1d": (c(t(2, 4, 9), t(4, 6, 3), t(6), [2]),),
     "conv_transpose2d.input": (c(IMAGE, t(4, 3, 3, 3), None, [2, 2], [1, 1], [1, 1]),),
     "_unsafe_view": (c(X, [2, 6]),),
+    "unsafe_split.Tensor": (c(X, 2, 1), c(X, 2, -1)),
+    "unsafe_split_with_sizes": (c(X, [1, 3], 1),),
     "squeeze.dim": (c(t(1, 3), 0), c(t(1, 3), 1)),
     "swapaxes": (c(X, 0, 1),),
     "narrow": (c(X, 1, 1, 2), c(X, 0, -2, 1)),

@@ -31,6 +31,9 @@ _PARTS: dict[Any, Any] = {
 }
 """Views of a part of a tensor, and what puts a value there; None for a view of all of it."""
 
+_UNSAFE_PIECES = (torch.ops.aten.unsafe_split.Tensor, torch.ops.aten.unsafe_split_with_sizes.default)
+"""What gives pieces that may be written as if each had memory of its own (gates of `lstm_cell`); the whole is not read again."""
+
 
 _METADATA_OPS = frozenset(
     getattr(torch.ops.aten, name).default
@@ -126,6 +129,10 @@ class _Recorder(Interpreter):
         """Tensors, by id, that are views of a tensor which was written since: the views that lead there, and the tensor."""
         self.stale: set[int] = set()
         """Tensors, by id, whose memory was changed through a view."""
+        self.whole_of: dict[int, int] = {}
+        """The memory of pieces that count as tensors of their own, and that of the tensor they are pieces of."""
+        self.dense: set[int] = set()
+        """The memory of such pieces that were written: it has no gaps, eager's has."""
         self.here: Node | None = None
         self.entered: list[Any] = []
         """The autocast regions entered and not yet left."""
@@ -185,6 +192,8 @@ class _Recorder(Interpreter):
 
     def _result(self, v: Any) -> Any:
         if isinstance(v, torch.Tensor):
+            if _storage(v) in self.dense:
+                raise UnsupportedCapture("a piece that was written is returned")
             return self._node(v)
         if v is None or isinstance(v, int | float | bool | str):
             return v
@@ -268,6 +277,10 @@ class _Recorder(Interpreter):
         if written is not None:
             func = self._functional(func, written, whole)
         result = func(*args, **kwargs)
+        if func in _UNSAFE_PIECES:
+            result = [self._apart(r, args[0]) for r in result]
+        elif written is not None and _storage(written) in self.whole_of:
+            self._densify(written, result)
         if written is not None and not _same_type(result, written, strides=whole is None):
             raise UnsupportedCapture(f"{func} in place would change a type")
         if func.namespace == "prim" or func in _METADATA_OPS:
@@ -284,6 +297,31 @@ class _Recorder(Interpreter):
             return written
         self._remember(result, node)
         return result
+
+    def _apart(self, piece: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+        """A piece as a tensor with memory of its own."""
+        before, self.paused = self.paused, True
+        try:
+            made = torch.empty_strided(piece.shape, piece.stride(), dtype=piece.dtype, device=piece.device)
+        finally:
+            self.paused = before
+        self.whole_of[_storage(made)] = _storage(whole)
+        return made
+
+    def _densify(self, piece: torch.Tensor, result: torch.Tensor) -> None:
+        """Lay out a piece that is written as its new value is, and let nobody read the tensor that it is a piece of."""
+        wholes, node = self.sharers[self.whole_of[_storage(piece)]], self._node(piece)
+        if any(self.node_of[id(t)].op != "call_function" for t in wholes):
+            raise UnsupportedCapture("a piece of an input is written")
+        self.stale.update(map(id, wholes))
+        if piece.shape == result.shape and piece.stride() != result.stride():
+            before, self.paused = self.paused, True
+            try:
+                node.meta["val"] = piece.as_strided(piece.shape, piece.stride())  # before the object changes
+                piece.as_strided_(result.shape, result.stride())
+            finally:
+                self.paused = before
+            self.dense.add(_storage(piece))
 
     def _whole(self, written: torch.Tensor) -> torch.Tensor | None:
         """The tensor that `written` is a part of, if the graph made it and `written` is a view of its present value."""

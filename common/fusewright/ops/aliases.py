@@ -148,6 +148,8 @@ ALIASES: tuple[Alias, ...] = (
     alias("conv_transpose2d.input", "conv", _conv_transpose),
     # views
     alias("_unsafe_view", "reshape", lambda a: {"self": a["self"], "shape": a["size"]}),
+    alias("unsafe_split.Tensor", "split"),
+    alias("unsafe_split_with_sizes", "split_with_sizes"),
     alias("squeeze.dim", "squeeze", _one_dim),
     alias("swapaxes", "transpose", lambda a: {"self": a["self"], "dim0": a["axis0"], "dim1": a["axis1"]}),
     alias("narrow", "slice",

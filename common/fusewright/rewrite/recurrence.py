@@ -22,6 +22,7 @@ from fusewright.graph.effects import drop_dead_code
 from fusewright.graph.spec import same_size, value_of
 from fusewright.graph.view import is_op
 from fusewright.interface import RuleLog
+from fusewright.rewrite.coupled import couple
 from fusewright.rewrite.engine import READER, Rewriter
 from fusewright.rewrite.scanned import Found, Operands, Scanned, converts, is_like, own
 from fusewright.rewrite.steps import Pointwise, Steps, as_step, is_truth
@@ -59,15 +60,29 @@ Key: TypeAlias = "tuple[Node, int | str]"
 
 def recur(graph: Graph, log: RuleLog, kept: Collection[str] = ()) -> None:
     """Compute the states of recurrences at once, in place, in a canonical graph. Chains whose last node is named in `kept` stay."""
-    found = {} if ID in log.disabled else _steps_of(graph)
-    refused = set[Key]()
+    if ID in log.disabled:
+        return
+    r, hits = Rewriter(graph, log), log.hits[ID]
+    couple(r, log, ID, kept)
+    _chained(r, kept)
+    couple(r, log, ID, kept, alone=True)  # also those whose operands are states that are known now
+    if log.hits[ID] > hits:
+        drop_dead_code(graph)
+        if "cse" not in log.disabled:
+            merge_common(graph)  # what two scans read was computed for each
+
+
+def _chained(r: Rewriter, kept: Collection[str]) -> None:
+    """Compute the states at once that depend on themselves and on other values only."""
+    graph, log = r.graph, r.log
+    found, refused = _steps_of(graph), set[Key]()
     chains = list(_chains(found, kept, refused))
     if not chains:
         return
     forms = defaultdict[Node, list[int | str]](list)  # what turns round in a chain is the same loop from another node
     for node, form in found:
         forms[node].append(form)
-    r, place, hits = Rewriter(graph, log), {n: k for k, n in enumerate(graph.nodes)}, log.hits[ID]
+    place = {n: k for k, n in enumerate(graph.nodes)}
     misses = 0
     while misses < MISSES:
         before = log.hits[ID]
@@ -89,8 +104,6 @@ def recur(graph: Graph, log: RuleLog, kept: Collection[str] = ()) -> None:
         chains = list(_chains(found, kept, refused))
         if not chains:
             break
-    if log.hits[ID] > hits and "cse" not in log.disabled:
-        merge_common(graph)  # what two scans read was computed for each
 
 
 def _replaced(r: Rewriter, chain: Chain, place: dict[Node, int], inside: frozenset[Node]) -> bool:

@@ -16,6 +16,7 @@ from fusewright import _torch_compat as compat
 from fusewright.capture import direct
 from fusewright.graph.canonicalize import canonicalize
 from fusewright.graph.cse import merge_common
+from fusewright.graph.view import is_projection
 from fusewright.interface import RuleLog
 from fusewright.rewrite import associative, filled, recurrence, scanned, unrolled
 from fusewright.rewrite.engine import READER, Rewriter
@@ -119,4 +120,5 @@ def _in_pieces(node: Node) -> bool:
     """Whether many single states of a scan are read."""
     if not unrolled.is_scan(node):
         return False
-    return sum(READER.name(u) == "select" for u in node.users) >= unrolled.LEAST_STEPS
+    readers = [u for n in node.users for u in (n.users if is_projection(n) else [n])]
+    return sum(READER.name(u) == "select" for u in readers) >= unrolled.LEAST_STEPS

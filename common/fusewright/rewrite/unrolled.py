@@ -49,7 +49,7 @@ def _rolled(r: Rewriter, node: Node, env: Env) -> Node | None:
         return None
     loop, start = Loop(r, len(steps)), node.prev
     found = loop.roll(steps, frozenset({node}))
-    if found is None or not (loop.gains or _of_recurrence(steps[1:])):
+    if found is None or not (loop.gains or _of_recurrence(steps[1:-1])):
         while node.prev is not start:
             r.graph.erase_node(node.prev)
         loop = Loop(r, len(steps), inside=private({node}, r))  # what is read twice on the way is computed at once if all is
@@ -77,7 +77,7 @@ def _of_recurrence(steps: tuple[Node, ...]) -> bool:
 
 def is_scan(node: Node) -> bool:
     """Whether a node computes the states of a recurrence."""
-    return is_op(node) and READER.name(node) in ("linear_scan", "pointwise_scan")
+    return is_op(node) and READER.name(node) in ("linear_scan", "pointwise_scan", "coupled_scan")
 
 
 def _laid_out(r: Rewriter, found: Node, node: Node) -> Node | None:
@@ -128,8 +128,8 @@ class Loop:
     def roll(self, steps: tuple[Node, ...], readers: frozenset[Node], depth: int = 0) -> Node | None:
         """All `steps` as one value with them as its first dimension. `readers` are computed from it instead."""
         if steps not in self.made:
-            found = self._pieces(steps) or self._states_after(steps) or self._projected(steps, readers, depth)
-            found = found or self._computed(steps, readers, depth)
+            found = self._pieces(steps) or self._states_beside(steps) or self._projected(steps, readers, depth)
+            found = found or self._parts(steps, depth) or self._computed(steps, readers, depth)
             found = found or (self._joined(steps) if depth else None)
             if found is None:
                 return None
@@ -156,13 +156,31 @@ class Loop:
         view = call("permute", (whole, [dim, *(d for d in range(rank) if d != dim)]))
         return view if ascends > 0 else call("flip", (view, [0]))
 
-    def _states_after(self, steps: tuple[Node, ...]) -> Node | None:
-        """The states of a scan behind the one before its first step."""
-        first, *others = steps
-        if not _of_recurrence(tuple(others)) or not _same_type(first, others[0]):
+    def _parts(self, steps: tuple[Node, ...], depth: int) -> Node | None:
+        """The same piece of what each step splits."""
+        pieces = [_piece(n) if is_projection(n) else None for n in steps]
+        if pieces[0] is None or any(x is None or x[1:] != pieces[0][1:] for x in pieces):
             return None
-        states = self._pieces(tuple(others))
-        return None if states is None else self.r.call("cat", ([self.r.call("unsqueeze", (first, 0)), states], 0))
+        sources = tuple(x[0] for x in pieces if x is not None)
+        whole = self.roll(sources, frozenset(n.args[0] for n in steps if isinstance(n.args[0], Node)), depth + 1)
+        if whole is None:
+            return None
+        _, dim, start, width, kept = pieces[0]
+        call = self.r.call
+        found = call("slice", (whole, dim + 1, start, start + width, 1)) if kept else call("select", (whole, dim + 1, start))
+        return found if _is_rolled(found, steps[0], self.count) else None
+
+    def _states_beside(self, steps: tuple[Node, ...]) -> Node | None:
+        """The states of a scan, with those before its first and after its last step."""
+        for start, end in ((1, None), (0, -1), (1, -1)):
+            inner = steps[start:end]
+            if not _of_recurrence(inner) or any(not _same_type(n, inner[0]) for n in steps):
+                continue
+            if (states := self._pieces(inner)) is not None:
+                beside = steps[:start], steps[start + len(inner) :]
+                first, last = ([self.r.call("unsqueeze", (n, 0)) for n in some] for some in beside)
+                return self.r.call("cat", ([*first, states, *last], 0))
+        return None
 
     def _computed(self, steps: tuple[Node, ...], readers: frozenset[Node], depth: int) -> Node | None:
         """The operation that all steps call, called once. Nobody else may read a step: it would be computed twice."""

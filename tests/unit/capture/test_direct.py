@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -183,6 +184,38 @@ def test_a_loop_of_cells(kind: str, length: int, backend: str) -> None:
     model = Cells(getattr(torch.nn, kind)(4, 5))
     x = torch.randn(2, length, 4)
     torch.testing.assert_close(torch.compile(model, backend=backend)(x), model(x))
+
+
+def _gates(x: Tensor, show: str = "") -> Any:
+    """Write pieces as `lstm_cell` does, and read them."""
+    whole = x if show == "input" else x * 2
+    a, b = whole.unsafe_chunk(2, 1)
+    a.sigmoid_().add_(b)
+    b.tanh_()
+    if show == "whole":
+        return a * b, whole + 1
+    return (a, b) if show == "piece" else a * b - a
+
+
+def test_pieces_that_count_as_tensors_are_written_on_the_direct_road() -> None:
+    x = torch.randn(3, 8)
+    aten, _ = direct.capture(*_dynamo(_gates, x))
+    torch.testing.assert_close(aten(x.clone())[0], _gates(x))
+    for n in aten.graph.find_nodes(op="call_function", target=operator.getitem):
+        assert n.meta["val"].stride() == (8, 1), "the value before it was written keeps its layout"
+
+
+@pytest.mark.parametrize("show", ["whole", "piece", "input"])
+def test_written_pieces_that_others_see_are_doubted(show: str) -> None:
+    with pytest.raises(direct.UnsupportedCapture, match="written"):
+        direct.capture(*_dynamo(lambda x: _gates(x, show), torch.randn(3, 8)))
+
+
+def _dynamo(fn: Any, *inputs: Tensor) -> tuple[torch.fx.GraphModule, list[Tensor]]:
+    """Dynamo's graph of a function."""
+    found: list[torch.fx.GraphModule] = []
+    torch.compile(fn, backend=lambda gm, _: found.append(gm) or gm.forward)(*(x.clone() for x in inputs))
+    return found[0], list(inputs)
 
 
 @pytest.mark.parametrize(

@@ -108,18 +108,10 @@ def test_states_that_read_others_are_scans_one_after_another(name: str) -> None:
 
 KEPT: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
     "a residual stream": lambda a, b, h: loop_of(lambda h, x, y: h + x, a, b, first=h)[-1],
-    "two states that read each other": lambda a, b, h: _mutual(a, b),
     "a product with the state": lambda a, b, h: torch.stack(loop_of(lambda h, x, y: torch.tanh(h @ b[0, :4] + x), a, b, first=h)),
     "all states are results": lambda a, b, h: loop_of(STATES["a recurrent unit"], a, b, first=h),
     "another function": lambda a, b, h: torch.stack(loop_of(lambda h, x, y: torch.atan2(h, x), a, b, first=h)),
 }  # fmt: skip
-
-
-def _mutual(a: Tensor, b: Tensor) -> Tensor:
-    g, h = a[0], b[0]
-    for t in range(STEPS):
-        g, h = torch.tanh(h + a[t]), torch.tanh(g + b[t])
-    return g - h
 
 
 @pytest.mark.parametrize("name", KEPT)

@@ -10,7 +10,7 @@ import torch
 from fusewright.ops import dtype_rules as dt
 from fusewright.ops import shape_rules as sh
 from fusewright.ops.core import Kind, Op, row
-from fusewright.ops.semantics import steps
+from fusewright.ops.semantics import coupled, steps
 from fusewright.ops.semantics.recurrence import in_steps, linear_scan
 from fusewright.ops.semantics.steps import pointwise_scan
 from fusewright.ops.table.pointwise import wide
@@ -75,6 +75,17 @@ def sort_ref(x: Any, *, stable: bool | None, dim: int = -1, descending: bool = F
     return torch.sort(x, stable=bool(stable), dim=dim, descending=descending)
 
 
+
+
+def _per_result(rule: Any) -> Any:
+    """A rule of one output, for as many as a step has results."""
+    def each(a: Any) -> tuple[Any, ...]:
+        return tuple(rule(a)) * coupled.results(a["step"])
+
+    each.__name__ = f"{rule.__name__}, per result of step"
+    return each
+
+
 _VALUES_INDICES = dt.dtypes(dt.SELF, dt.INT64)
 
 # fmt: off
@@ -112,6 +123,9 @@ ROWS: tuple[Op, ...] = (
     _scan("pointwise_scan", "fusewright::pointwise_scan", dt.dtype_of("initial"), sh.shape_of("x"), pointwise_scan,
         "h[t] = step(h[t - 1], x[t], ...) along dim, from initial; step is an expression of pointwise rows",
         "Python itertools.accumulate", steps.in_steps),
+    _scan("coupled_scan", "fusewright::coupled_scan", _per_result(dt.dtype_of("initial")), _per_result(sh.shape_of("x")),
+        coupled.coupled_scan, "n[t] = step(h[t], x[t], ...) along dim of several states h, the first results of t - 1, or initial",
+        "JAX lax.scan", coupled.in_steps),
     _scan("cummax", "aten::cummax", _VALUES_INDICES, sh.shape_of("self", 2), torch.cummax,
         "running maximum along dim, and where"),
     _scan("logcumsumexp", "aten::logcumsumexp", dt.SELF, sh.SAME, torch.logcumsumexp,

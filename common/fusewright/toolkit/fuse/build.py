@@ -60,7 +60,7 @@ class Unit:
         if isinstance(self.rule, Scatter):
             return ()
         if isinstance(self.rule, Row):
-            found = zip((self.op.outs[k] for k in self.rule.outs), self.rule.levels, strict=True)
+            found = ((self.op.outs[k], level) for k, level in self.rule.made(self.op))
             return tuple((v, level) for v, level in found if v.spec is not None)
         return tuple((v, "full") for v in self.op.outs if v.spec is not None and 0 not in v.spec.shape)
 
@@ -77,7 +77,7 @@ def units_of(flow: Flow, op: OpView) -> list[Unit]:
 
 
 def _makes_something(op: OpView, rule: Rule) -> bool:
-    return not isinstance(rule, Row) or any(op.outs[k].spec is not None for k in rule.outs)
+    return not isinstance(rule, Row) or any(op.outs[k].spec is not None for k, _ in rule.made(op))
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ def add_rows(e: KernelEvaluator, space: Space, units: Sequence[Unit]) -> None:
         if not isinstance(u.rule, Row):
             continue
         results = u.rule.code(KernelRow(e, space, u.domain()), u.op)
-        for k, level, val in zip(u.rule.outs, u.rule.levels, results, strict=True):
+        for (k, level), val in zip(u.rule.made(u.op), results, strict=True):
             out = u.op.outs[k]
             if out.spec is not None:
                 at = space.base if level == "full" else space.row

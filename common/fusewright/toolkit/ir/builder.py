@@ -238,9 +238,19 @@ class Builder:
     def recurrence(self, before: Val, step: Callable[[Val], Val]) -> Val:
         """The states h = step(h) along the row axis, a pointwise expression. `before`, the state before the first step, does not
         vary along it."""
+        return self.recurrences((before,), lambda h: (step(*h),))[0]
+
+    def recurrences(self, before: Sequence[Val], step: Callable[[Sequence[Val]], Sequence[Val]]) -> tuple[Val, ...]:
+        """Several states that depend on each other. Further results of `step` are values along the row, carried like states, which
+        nothing reads."""
         number = sum(n.op == "state" for n in self.nodes)
-        h = self._add(Node(0, "state", before.dtype, (before.id,), value=number))
-        return self._add(Node(0, "scan", before.dtype, (step(h).id, h.id), how="step"))
+        states = [self._add(Node(0, "state", x.dtype, (x.id,), value=number + k)) for k, x in enumerate(before)]
+        found = step(states)
+        for k, n in enumerate(found[len(states) :], number + len(states)):
+            states.append(self._add(Node(0, "state", n.dtype, (self.const(0, n.dtype).id,), value=k)))
+        return tuple(
+            self._add(Node(0, "scan", h.dtype, (n.id, h.id), how="step")) for n, h in zip(found, states, strict=True)
+        )
 
     def build(self) -> Kernel:
         """The verified kernel."""

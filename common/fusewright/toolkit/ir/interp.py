@@ -62,13 +62,15 @@ class _Run:
             )
             if 0 in self.shape[: self.n_p]:
                 return
-            inside: list[Node] = []  # parts of a step, from the state before it
+            inside: list[Node] = []  # parts of a step, from the states before it
+            left = 0  # of these states
             for n in stage.nodes:
-                if n.recurs:
-                    self.recurrence(n, inside)
-                    inside = []
-                elif n.op == "state" or {i.id for i in inside}.intersection(n.uses()):
+                if n.op == "state" or {i.id for i in inside}.intersection(n.uses()):
                     inside.append(n)
+                    left += (n.op == "state") - n.recurs
+                    if not left:
+                        self.recurrence(inside)
+                        inside = []
                 elif n.op == "store":
                     self.store(n)
                 else:
@@ -163,19 +165,24 @@ class _Run:
             return x
         return _SCAN[n.how](x).to(self.type(n.dtype))
 
-    def recurrence(self, scan: Node, inside: list[Node]) -> None:
-        """Run the steps of a recurrence in order: the nodes `inside`, of which the first is the state."""
-        whole, axis, (before, *body) = self.env, self.n_p, inside
-        h, states = whole[before.args[0]].expand([*self.shape[:axis], 1]), []
+    def recurrence(self, inside: list[Node]) -> None:
+        """Run the steps of states that depend on each other, in order: the nodes `inside` are all that is computed from them."""
+        whole, axis = self.env, self.n_p
+        states = {n.id: whole[n.args[0]].expand([*self.shape[:axis], 1]) for n in inside if n.op == "state"}
+        found: dict[int, list[torch.Tensor]] = {n.id: [] for n in inside if n.recurs}
         for t in range(self.shape[axis]):
-            self.env = {i: x.narrow(axis, t, 1) if x.shape[axis] > 1 else x for i, x in whole.items()}
-            self.env[before.id] = h
-            for n in body:
-                self.env[n.id] = self.value(n)
-            h = self.env[scan.args[0]].expand(h.shape)
-            states.append(h)
+            self.env = {i: x.narrow(axis, t, 1) if x.shape[axis] > 1 else x for i, x in whole.items()} | states
+            for n in inside:
+                if n.recurs:
+                    states[n.args[1]] = self.env[n.id] = self.env[n.args[0]].expand(self.env[n.args[1]].shape)
+                    found[n.id].append(self.env[n.id])
+                elif n.op != "state":
+                    self.env[n.id] = self.value(n)
         self.env = whole
-        whole[scan.id] = torch.cat(states, axis) if states else h.expand(self.shape)[..., :0]
+        for n in inside:
+            if n.recurs:
+                steps = found[n.id]
+                whole[n.id] = torch.cat(steps, axis) if steps else states[n.args[1]].expand(self.shape)[..., :0]
 
     def store(self, n: Node) -> None:
         if 0 in self.domain:

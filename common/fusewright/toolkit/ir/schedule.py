@@ -7,7 +7,7 @@ can compute it; a later pass that needs it recomputes it or reads it from a row 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from fusewright.toolkit.ir.ir import Node, Stage, cost
@@ -36,6 +36,20 @@ def staged(nodes: Sequence[Node], n_p: int) -> tuple[Stage, ...]:
 
 def _analyse(nodes: Sequence[Node], n_p: int) -> _Facts:
     f = _Facts()
+    _follow(nodes, n_p, f, {})
+    groups = coupled(nodes)
+    while groups and (later := _later(groups, f)):  # states that read each other are computed in one pass
+        _follow(nodes, n_p, f, later)
+    scans = {n.args[1]: n.id for n in nodes if n.recurs}
+    _mark_live(nodes, f.live, (n.id for n in nodes if n.op == "store"), scans)
+    # A check is a side effect: it runs even if no store needs its value (an index along a dim of size 1).
+    f.checks.update(n.id for n in nodes if n.op == "bound" and n.id not in f.live)
+    _mark_live(nodes, f.live, f.checks, scans)
+    return f
+
+
+def _follow(nodes: Sequence[Node], n_p: int, f: _Facts, later: Mapping[int, int]) -> None:
+    """Note which values vary along the row, and in which pass each is ready; `later` are the least for some."""
     stores: dict[int, int] = {}
     for n in nodes:
         uses = list(n.uses())
@@ -44,26 +58,44 @@ def _analyse(nodes: Sequence[Node], n_p: int) -> _Facts:
             and (any(f.rowwise[u] for u in uses) or (n.index is not None and any(a >= n_p for a in n.index.axes())))
         )
         ready = max((f.ready[u] for u in uses), default=0)
+        ready = max(ready, later.get(n.id, 0))
         if n.op in ("load", "store") and n.buffer is not None:
             # a load must see earlier stores to its buffer, so accesses keep their order
             ready = max(ready, stores.get(n.buffer, 0))
         if n.op == "store" and n.buffer is not None:
             stores[n.buffer] = ready
         f.ready[n.id] = ready + 1 if n.op == "reduce" else ready
-    _mark_live(nodes, f.live, (n.id for n in nodes if n.op == "store"))
-    # A check is a side effect: it runs even if no store needs its value (an index along a dim of size 1).
-    f.checks.update(n.id for n in nodes if n.op == "bound" and n.id not in f.live)
-    _mark_live(nodes, f.live, f.checks)
-    return f
 
 
-def _mark_live(nodes: Sequence[Node], live: set[int], roots: Iterable[int]) -> None:
+def coupled(nodes: Sequence[Node]) -> list[list[int]]:
+    """Recurrences whose steps read each other's states."""
+    reads: dict[int, frozenset[int]] = {}
+    groups: list[tuple[set[int], list[int]]] = []
+    for n in nodes if sum(n.recurs for n in nodes) > 1 else ():
+        found = frozenset({n.id}) if n.op == "state" else frozenset().union(*(reads[u] for u in n.uses()))
+        reads[n.id] = frozenset() if n.op in ("scan", "reduce") else found
+        if n.recurs:
+            joined = [g for g in groups if not found.isdisjoint(g[0])]
+            groups = [g for g in groups if g not in joined]
+            groups.append((set(found).union(*(g[0] for g in joined)), [*(i for g in joined for i in g[1]), n.id]))
+    return [scans for _, scans in groups if len(scans) > 1]
+
+
+def _later(groups: Sequence[Sequence[int]], f: _Facts) -> dict[int, int]:
+    """The passes of coupled recurrences, if they differ in one."""
+    found = {i: max(f.ready[j] for j in g) for g in groups for i in g}
+    return found if any(f.ready[i] != k for i, k in found.items()) else {}
+
+
+def _mark_live(nodes: Sequence[Node], live: set[int], roots: Iterable[int], scans: Mapping[int, int]) -> None:
+    """Mark what roots need; `scans` are the recurrences by their states."""
     todo = list(roots)
     while todo:
         i = todo.pop()
         if i not in live:
             live.add(i)
             todo.extend(nodes[i].uses())
+            todo.extend([scans[i]] if i in scans else [])
 
 
 class _Scheduler:

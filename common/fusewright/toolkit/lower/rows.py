@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from fusewright.interface import OpView
+from fusewright.ops.semantics.coupled import MOST_RESULTS, given, ran, results
 from fusewright.ops.semantics.steps import evaluated, names, parsed
 from fusewright.toolkit.ir import Index, Val
 from fusewright.toolkit.ir.types import TYPES, DType
@@ -210,6 +211,25 @@ def _pointwise_recurrence(r: RowContext, op: OpView) -> tuple[Val, ...]:
     return (r.b.recurrence(r.e(op.arg("initial"), r.row, t), lambda h: evaluated(step, {**given, "h": h}, call)),)
 
 
+def _coupled(r: RowContext, op: OpView) -> tuple[Val, ...]:
+    t = compute_dtype(op.arg("initial")[0].spec.dtype)
+    operands = [r.x(x, t) for x in _operands(op)[1]]
+    before = [r.e(h, r.row, t) for h in op.arg("initial")]
+
+    def step(states: Sequence[Val]) -> Sequence[Val]:
+        return ran(op.arg("step"), given(states, operands), lambda name, *args: stepped(r.b, t, name, *args))
+
+    return r.b.recurrences(before, step)
+
+
+_FULL: Level = "full"
+_WHOLE: tuple[Level, ...] = (_FULL,) * MOST_RESULTS
+
+
+def _few_results(op: OpView) -> str | None:
+    return _computes_floats(op) if results(op.arg("step")) <= MOST_RESULTS else f"more than {MOST_RESULTS} results"
+
+
 def _operands(op: OpView) -> tuple[list[str], list[Any]]:
     operands = [op.arg("x"), *op.arg("others")]
     return names(operands), operands
@@ -220,7 +240,7 @@ def _steps(op: OpView) -> Domain:
 
 
 def _computes_floats(op: OpView) -> str | None:
-    specs = [v.spec for v in (op.out, *op.inputs()) if v.spec is not None]
+    specs = [v.spec for v in (*op.outs, *op.inputs()) if v.spec is not None]
     return None if all(s.dtype.is_floating_point for s in specs) else "a step of integers"
 
 
@@ -518,6 +538,7 @@ TABLE: Table = {
     "cumsum": (_row_op(_scan("sum"), one_dim, ("full",), _number_out, ordered=True),),
     "linear_scan": (_row_op(_recurrence, _steps, ("full",), _computes_numbers, ordered=True),),
     "pointwise_scan": (_row_op(_pointwise_recurrence, _steps, ("full",), _computes_floats, ordered=True),),
+    "coupled_scan": (_row_op(_coupled, _steps, _WHOLE, _few_results, ordered=True),),
     "cumprod": (_row_op(_scan("prod"), one_dim, ("full",), _number_out, ordered=True),),
     "softmax": (_row_op(_softmax, one_dim, ("full",)),),
     "safe_softmax": (_row_op(_safe_softmax, one_dim, ("full",)),),

@@ -106,7 +106,8 @@ class Domain:
 
 @dataclass(frozen=True)
 class Row:
-    """`code(row, op)` returns the outputs at positions `outs`, in that order; `levels` is the level of each.
+    """`code(row, op)` returns the outputs at positions `outs`, in that order; `levels` is the level of each. Of an op that returns
+    a list, these are the most that it may have.
 
     `ordered`: positions along the row matter (scans and argmax), so the row must run in order.
     """
@@ -118,6 +119,10 @@ class Row:
     check: Check = always
     ordered: bool = False
     symbols: Symbols = ()
+
+    def made(self, op: OpView) -> list[tuple[int, Level]]:
+        """The outputs of `op` that the rule computes, and their levels."""
+        return [(k, level) for k, level in zip(self.outs, self.levels, strict=True) if k < len(op.outs)]
 
 
 @dataclass(frozen=True)
