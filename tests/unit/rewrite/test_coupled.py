@@ -123,3 +123,28 @@ def test_a_training_step_is_never_unrolled(name: str) -> None:
         run(*inputs).square().sum().backward()
     for x, y in zip(*given, strict=True):
         torch.testing.assert_close(y.grad, x.grad)
+
+
+def test_what_eager_gives_no_gradient_has_none() -> None:
+    """Spikes are compared numbers, and a state that follows only them needs no gradient either."""
+
+    def neurons(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        v, limit, read = torch.zeros_like(x[0]), torch.ones_like(x[0]), []
+        for t in range(STEPS):
+            v = v * 0.9 + x[t]
+            spike = (v > limit).to(v.dtype)
+            v, limit = v - spike * limit, limit * 0.95 + 0.05 + 0.2 * spike
+            read.append((spike, limit, v))
+        a, b, c = zip(*read, strict=True)
+        return torch.stack(a), torch.stack(b), torch.stack(c)
+
+    hits, names = scanned(neurons, [A])
+    assert hits == names.count("coupled_scan") == 1
+    given = [A.clone().requires_grad_() for _ in range(2)]
+    compiled: Any = torch.compile(neurons, backend="fusewright", dynamic=False)
+    eager, ours = neurons(given[0]), compiled(given[1])
+    assert [t.requires_grad for t in ours] == [t.requires_grad for t in eager] == [False, False, True]
+    for found, x in zip((eager, ours), given, strict=True):
+        found[2].square().sum().backward()
+        assert x.grad is not None
+    torch.testing.assert_close(given[1].grad, given[0].grad)

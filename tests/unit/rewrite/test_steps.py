@@ -154,6 +154,14 @@ def test_gradients_are_those_of_the_loop(name: str) -> None:
         torch.testing.assert_close(x, y)
 
 
+def test_a_state_of_compared_numbers_needs_no_gradient() -> None:
+    loop = _running(lambda h, x, y: (h * 0.9 + x > y).to(x.dtype))
+    assert scanned(loop, [A, B, H])[0] == 1
+    compiled: Any = torch.compile(loop, backend="fusewright", dynamic=False)
+    found = compiled(*(t.clone().requires_grad_() for t in (A, B, H)))
+    assert not found.requires_grad and torch.equal(found, loop(A, B, H))
+
+
 def test_a_step_is_text_that_reads_back() -> None:
     text = "where(gt_scalar(h, -0.5), clamp(x0, float('-inf'), 1.0), mul(h, x1))"
     assert written(parsed(text)) == text

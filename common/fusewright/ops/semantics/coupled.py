@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fusewright.ops.semantics.recurrence import carried, summed
-from fusewright.ops.semantics.steps import FUNCTIONS, Expr, evaluated, names, parsed
+from fusewright.ops.semantics.steps import FUNCTIONS, Expr, evaluated, names, needs_gradient, parsed
 
 MOST_RESULTS = 8
 """Results of a step that kernels have."""
@@ -166,6 +166,18 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     x, others, initial, dim, ctx.step = inputs
     ctx.dim, ctx.columns, ctx.states = dim % x.dim(), 1 + len(others), len(initial)
     ctx.save_for_backward(x, *others, *initial, *output)
+    wanted = _need_gradients(ctx.step, *([t.requires_grad for t in of] for of in (initial, (x, *others))))
+    ctx.mark_non_differentiable(*(t for t, w in zip(output, wanted, strict=True) if not w))
+
+
+def _need_gradients(step: str, states: list[bool], operands: list[bool]) -> list[bool]:
+    """Which results need gradients after any step, where these states do before the first, and these operands."""
+    known = given(states, operands)
+    for _ in range(len(states) + 1):  # it may take as many steps until one state has reached all others
+        for name, expr in assignments(step):
+            known[name] = known.get(name, False) or needs_gradient(expr, known)
+        known |= {f"h{k}": known[f"h{k}"] or known[f"n{k}"] for k in range(len(states))}
+    return [known[f"n{k}"] for k in range(results(step))]
 
 
 _library = torch.library.Library("fusewright", "FRAGMENT")

@@ -20,9 +20,9 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "exp": torch.exp, "expm1": torch.expm1, "log": torch.log, "log1p": torch.log1p, "sqrt": torch.sqrt,
     "reciprocal": torch.reciprocal, "tanh": torch.tanh, "sigmoid": torch.sigmoid, "where": torch.where,
     "rsub": torch.rsub, "clamp": torch.clamp, "lerp": torch.lerp, "lerp_scalar": torch.lerp, "pow_scalar": torch.pow,
-    **{f"{name}{s}": getattr(torch, name) for name in ("lt", "le", "gt", "ge", "eq", "ne") for s in ("", "_scalar")},
+    **(COMPARISONS := {f"{name}{s}": getattr(torch, name) for name in ("lt", "le", "gt", "ge", "eq", "ne") for s in ("", "_scalar")}),
 }  # fmt: skip
-"""What a step may call, by row."""
+"""What a step may call, by row; comparisons have no gradients."""
 
 Expr: TypeAlias = "str | float | tuple[Any, ...]"
 """A name, a number, or a call: the function's name and its arguments."""
@@ -62,6 +62,11 @@ def evaluated(expr: Expr, given: Mapping[str, Any], call: Callable[..., Any]) ->
     if isinstance(expr, str):
         return given[expr]
     return call(expr[0], *(evaluated(e, given, call) for e in expr[1:])) if isinstance(expr, tuple) else expr
+
+
+def needs_gradient(expr: Expr, known: Mapping[str, bool]) -> bool:
+    """Whether the value of an expression needs a gradient, as eager would decide, where these names do."""
+    return evaluated(expr, known, lambda name, *args: name not in COMPARISONS and any(a is True for a in args)) is True
 
 
 def names(operands: Sequence[Any]) -> list[str]:
@@ -142,6 +147,10 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     x, others, initial, dim, ctx.step = inputs
     ctx.dim = dim % x.dim()
     ctx.save_for_backward(x, *others, initial, output)
+    known = {name: t.requires_grad for name, t in zip(names([x, *others]), (x, *others), strict=True)}
+    after_first = needs_gradient(parsed(ctx.step), known | {"h": initial.requires_grad})
+    if not (after_first or needs_gradient(parsed(ctx.step), known | {"h": after_first})):
+        ctx.mark_non_differentiable(output)
 
 
 _library = torch.library.Library("fusewright", "FRAGMENT")
