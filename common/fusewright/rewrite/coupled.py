@@ -289,9 +289,9 @@ class _Reading:
             if not isinstance(a, tuple):
                 return repr(a) == repr(n)
             if a in self.operands:
-                k, number = self.operands.index(a), not isinstance(a[0], Node)
+                k = self.operands.index(a)
                 columns[k] = n if columns[k] is None else columns[k]
-                return columns[k] is n and isinstance(n, Node) != number and is_truth(value_of(n)) == is_truth(value_of(a[0]))
+                return columns[k] is n and _alike(a[0], n)
             p, back = a
             if not isinstance(n, Node):
                 return False
@@ -318,6 +318,12 @@ class _Reading:
             return f"h{self.states.index(p)}" if back else self._name(p)
         name = f"x{self.operands.index(a)}"
         return ("ne_scalar", name, 0) if isinstance(a[0], Node) and is_truth(value_of(a[0])) else name
+
+
+def _alike(a: Any, b: Any) -> bool:
+    """Whether both are numbers, or both are tensors of truth values, or of others."""
+    nodes = isinstance(a, Node), isinstance(b, Node)
+    return nodes[0] == nodes[1] and (not nodes[0] or is_truth(value_of(a)) == is_truth(value_of(b)))
 
 
 def _worth_it(r: Rewriter, found: _Reading, kept: Collection[str], alone: bool) -> bool:

@@ -124,9 +124,9 @@ def _gradients(ctx: Any, grads: Sequence[Any]) -> tuple[Any, ...]:
         follows = [_wrt([n], leaves[:size], [torch.ones_like(n)]) for n in after[:size]]
         d = _adjoint(follows, own, grads[:size], dim)
         found = _wrt(after, leaves, [*d, *grads[size:]])
-    filled = [torch.zeros_like(t) if g is None else g for g, t in zip(found, leaves, strict=True)]
-    of = [summed(g, t) if t.is_floating_point() else None for g, t in zip(filled[size:], columns, strict=True)]
-    return of[0], of[1:], [summed(g.select(dim, 0), h) for g, h in zip(filled[:size], initial, strict=True)], None, None
+    of = [None if g is None or not t.is_floating_point() else summed(g, t) for g, t in zip(found[size:], columns, strict=True)]
+    of_initial = [None if g is None else summed(g.select(dim, 0), h) for g, h in zip(found[:size], initial, strict=True)]
+    return of[0], of[1:], of_initial, None, None
 
 
 def _adjoint(follows: Sequence[Sequence[Any]], own: Sequence[Any], grads: Sequence[Any], dim: int) -> list[Any]:

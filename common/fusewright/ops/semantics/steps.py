@@ -14,15 +14,20 @@ import torch
 
 from fusewright.ops.semantics.recurrence import carried, linear_scan_op, summed
 
+COMPARISONS: Mapping[str, Callable[..., Any]] = {
+    f"{name}{s}": getattr(torch, name) for name in ("lt", "le", "gt", "ge", "eq", "ne") for s in ("", "_scalar")
+}
+"""What has no gradient."""
+
 FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.div, "maximum": torch.maximum,
     "minimum": torch.minimum, "logaddexp": torch.logaddexp, "neg": torch.neg, "abs": torch.abs, "relu": torch.relu,
     "exp": torch.exp, "expm1": torch.expm1, "log": torch.log, "log1p": torch.log1p, "sqrt": torch.sqrt,
     "reciprocal": torch.reciprocal, "tanh": torch.tanh, "sigmoid": torch.sigmoid, "where": torch.where,
     "rsub": torch.rsub, "clamp": torch.clamp, "lerp": torch.lerp, "lerp_scalar": torch.lerp, "pow_scalar": torch.pow,
-    **(COMPARISONS := {f"{name}{s}": getattr(torch, name) for name in ("lt", "le", "gt", "ge", "eq", "ne") for s in ("", "_scalar")}),
+    **COMPARISONS,
 }  # fmt: skip
-"""What a step may call, by row; comparisons have no gradients."""
+"""What a step may call, by row."""
 
 Expr: TypeAlias = "str | float | tuple[Any, ...]"
 """A name, a number, or a call: the function's name and its arguments."""
@@ -130,17 +135,18 @@ def _gradients(ctx: Any, grad: Any) -> tuple[Any, ...]:
     with torch.enable_grad():
         given = [t.detach().requires_grad_() for t in (before, *columns)]
         after = taken(ctx.step, given[0], given[1:]).expand(states.shape)
-        c = _wrt(after, given[:1], torch.ones_like(after))[0]
+        c = torch.zeros_like(after) if (found := _wrt(after, given[:1], torch.ones_like(after))[0]) is None else found
         later = torch.cat([c.narrow(dim, 1, steps - 1), torch.zeros_like(c.narrow(dim, 0, 1))], dim)
         d = linear_scan_op(later.flip([dim]), grad.flip([dim]).to(c.dtype), None, dim).flip([dim])
         first, *of_columns = _wrt(after, given, d)
-    wanted = [summed(g, t) if t.is_floating_point() else None for g, t in zip(of_columns, (x, *others), strict=True)]
-    return wanted[0], wanted[1:], summed(first.select(dim, 0), initial), None, None
+    pairs = zip(of_columns, (x, *others), strict=True)
+    wanted = [None if g is None or not t.is_floating_point() else summed(g, t) for g, t in pairs]
+    return wanted[0], wanted[1:], None if first is None else summed(first.select(dim, 0), initial), None, None
 
 
 def _wrt(after: Any, given: Sequence[Any], grad: Any) -> list[Any]:
-    found = torch.autograd.grad(after, given, grad, retain_graph=True, allow_unused=True)
-    return [torch.zeros_like(t) if g is None else g for g, t in zip(found, given, strict=True)]
+    """Gradients; None where there is no dependence, as in eager."""
+    return list(torch.autograd.grad(after, given, grad, retain_graph=True, allow_unused=True))
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
