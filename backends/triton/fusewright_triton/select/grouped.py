@@ -24,8 +24,8 @@ from fusewright_triton.select.convolutions import add_bias, images
 WINDOW, WIDEST = 5, 64
 """Longest side of a window, and most channels of a group, that were measured."""
 
-ELEMENTS = 1 << 19
-"""Elements of the smallest image for which it is worth it."""
+ELEMENTS = 1 << 16
+"""Elements of the smallest image for which it is worth it; of images below three million nothing was measured."""
 
 LIBRARY = frozenset({8, 16, 32, 64})
 """Channels of groups, in and out, for which libraries have channels-last kernels of 3x3 windows."""
