@@ -116,7 +116,7 @@ _ROTATION = "n0=add(sub(mul(h0, x0), mul(h1, x1)), x2);n1=add(mul(h0, x1), mul(h
 ALONG["coupled_scan"] = (
     c(X, [Y, t(1)], [V, t()], 0, _ROTATION),
     c(t(2, 9, 4), [t(2, 1, 4)], [t(2, 4), t(4)], -2, "n0=tanh(add(h1, x0));n1=mul(h0, x1)"),
-    c(X, [UNIT], [V, V], 1, "t0=where(gt(h0, h1), x0, x1);n1=lerp_scalar(h1, t0, 0.5);n0=sub(n1, h0);n2=mul(t0, h1)"),
+    c(X, [UNIT], [t(3), t()], 1, "t0=where(gt(h0, h1), x0, x1);n1=lerp_scalar(h1, t0, 0.5);n0=sub(n1, h0);n2=mul(t0, h1)"),
     c(t(0, 4), [], [V, V], 0, "n0=add(h1, x0);n1=h0"), c(t(1, 4), [], [t(1)], 0, "n0=relu(sub(h0, x0));n1=exp(n0)"),
 )  # fmt: skip
 MOMENTS: Cases = {
