@@ -23,9 +23,9 @@ from fusewright_triton import runtime, target
 from fusewright_triton.backend import NvidiaTriton
 from fusewright_triton.build import workers
 from fusewright_triton.build.binaries import Binary
-from fusewright_triton.kernels import attention_ops, decode_ops, int8_ops, precompile, product_ops
+from fusewright_triton.kernels import attention_ops, decode_ops, int8_ops, product_ops
 from fusewright_triton.lowerings import CUDNN
-from fusewright_triton.run import archive, bound, handwritten
+from fusewright_triton.run import archive, bound, handwritten, precompile
 from fusewright_triton.run.handwritten import Kernel, Library, Order, TensorDescriptor, noting
 from fusewright_triton.select import epilogues
 from fusewright_triton.select.calls import rewritten
