@@ -291,7 +291,7 @@ class _Reading:
             if a in self.operands:
                 k = self.operands.index(a)
                 columns[k] = n if columns[k] is None else columns[k]
-                return columns[k] is n and _alike(a[0], n)
+                return columns[k] is n and _same_kind(a[0], n)
             p, back = a
             if not isinstance(n, Node):
                 return False
@@ -320,7 +320,7 @@ class _Reading:
         return ("ne_scalar", name, 0) if isinstance(a[0], Node) and is_truth(value_of(a[0])) else name
 
 
-def _alike(a: Any, b: Any) -> bool:
+def _same_kind(a: Any, b: Any) -> bool:
     """Whether both are numbers, or both are tensors of truth values, or of others."""
     nodes = isinstance(a, Node), isinstance(b, Node)
     return nodes[0] == nodes[1] and (not nodes[0] or is_truth(value_of(a)) == is_truth(value_of(b)))

@@ -368,6 +368,11 @@ class Convolution:
         return f"{around} {self.groups} {self.parts}{' apart' if self.apart else ''}"
 
 
+def _filled(*shape: int) -> torch.Tensor:
+    """Return images, channels-last, of equal numbers."""
+    return torch.full(shape, 0.5).contiguous(memory_format=torch.channels_last)
+
+
 def conv_form(
     ctx: CompileContext, kernel: DirectConv, conv: Convolution, sizes: Sequence[int], scalars: Sequence[float], built: list[object]
 ) -> str:
@@ -377,12 +382,9 @@ def conv_form(
     k = math.prod(conv.weight[1:])
     parts, out = conv.parts, (conv.image[0], channels, *sizes[7:9])
 
-    def filled(*shape: int) -> torch.Tensor:
-        return torch.full(shape, 0.5).contiguous(memory_format=torch.channels_last)
-
     def onednn() -> Thunk:
-        x, other, bias = filled(*conv.image), filled(*out), torch.zeros(channels * parts)
-        weight, geometry = filled(channels * parts, of_group // parts, *window), (*conv.geometry, conv.groups * parts)
+        x, other, bias = _filled(*conv.image), _filled(*out), torch.zeros(channels * parts)
+        weight, geometry = _filled(channels * parts, of_group // parts, *window), (*conv.geometry, conv.groups * parts)
         pack, call = torch.ops.mkldnn._reorder_convolution_weight, torch.ops.mkldnn._convolution_pointwise
         turn = in_turn(channels, k, torch.float32, lambda: pack(weight, *geometry, list(x.shape)))
 
@@ -400,7 +402,7 @@ def conv_form(
         built.append(launcher)
         wide = conv.groups * -(-(channels // conv.groups) // kernel.columns) * kernel.columns
         turn = in_turn(channels, k, torch.float32, lambda: torch.full((wide, k), 0.5))
-        x, other = filled(*conv.image), filled(*out)
+        x, other = _filled(*conv.image), _filled(*out)
         more = [*([torch.zeros(channels + kernel.columns)] if kernel.bias else []), *([other] if kernel.add else [])]
         more += [] if kernel.pointwise else [torch.zeros(of_group)]
         return lambda: launcher([x, next(turn), *more, torch.empty_like(other)], sizes, scalars)
@@ -433,11 +435,8 @@ def transposed_form(
 ) -> str:
     """Return "packed" (oneDNN) or "own" for a transposed convolution, as `conv_form` does."""
 
-    def filled(*shape: int) -> torch.Tensor:
-        return torch.full(shape, 0.5).contiguous(memory_format=torch.channels_last)
-
     def onednn() -> Thunk:
-        x, bias, other = filled(*conv.image), torch.zeros(conv.result[1]), filled(*conv.result)
+        x, bias, other = _filled(*conv.image), torch.zeros(conv.result[1]), _filled(*conv.result)
         pack, call = torch.ops.mkldnn._reorder_convolution_transpose_weight, torch.ops.mkldnn._convolution_transpose_pointwise
         weight, geometry = torch.full(conv.weight, 0.5), (*conv.geometry, conv.groups)
         turn = in_turn(conv.weight[0], math.prod(conv.weight[1:]), torch.float32, lambda: pack(weight, *geometry, conv.image))
@@ -454,7 +453,7 @@ def transposed_form(
     def ours() -> Thunk:
         launcher = compile_kernels([kernel]).launcher(kernel)
         built.append(launcher)
-        x, other = filled(*conv.image), filled(*conv.result)
+        x, other = _filled(*conv.image), _filled(*conv.result)
         wide = conv.groups * math.prod(conv.geometry[2]) * -(-sizes[1] // kernel.columns) * kernel.columns
         turn = in_turn(wide, sizes[2], torch.float32, lambda: torch.full((wide, sizes[2]), 0.5))
         more = [*([torch.zeros(conv.result[1] + kernel.columns)] if kernel.bias else []), *([other] if kernel.add else [])]

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fusewright.ops.semantics.recurrence import carried, summed
+from fusewright.ops.semantics.recurrence import carried, summed, without_dim
 from fusewright.ops.semantics.steps import FUNCTIONS, Expr, evaluated, names, needs_gradient, parsed
 
 MOST_RESULTS = 8
@@ -81,7 +81,7 @@ def in_steps(x: Any, others: Sequence[Any], initial: Sequence[Any], dim: int, st
     for operands in zip(*(c.unbind(dim) for c in columns), strict=True):
         taken.append(_taken(step, states, operands))
         states = taken[-1][: len(states)]
-    shape = _without(x, dim)
+    shape = without_dim(x, dim)
     return [torch.stack([n.expand(shape) for n in of], dim).to(initial[0].dtype) for of in zip(*taken, strict=True)]
 
 
@@ -91,17 +91,13 @@ def _empty(x: Any, initial: Sequence[Any], step: str) -> list[Any]:
 
 def _begun(x: Any, others: Sequence[Any], initial: Sequence[Any], dim: int) -> tuple[list[Any], list[Any]]:
     """The states before the first step, and all operands, in the type that is carried."""
-    kept, shape = carried(initial[0].dtype), _without(x, dim)
+    kept, shape = carried(initial[0].dtype), without_dim(x, dim)
     return [h.expand(shape).to(kept) for h in initial], [c.expand(x.shape).to(kept) for c in (x, *others)]
-
-
-def _without(x: Any, dim: int) -> list[Any]:
-    return [n for d, n in enumerate(x.shape) if d != dim % x.dim()]
 
 
 def _traced(x: Any, others: Sequence[Any], initial: Sequence[Any], dim: int, step: str) -> list[Any]:
     for h in initial:
-        h.expand(_without(x, dim))
+        h.expand(without_dim(x, dim))
     for other in others:
         other.expand(x.shape)
     return _empty(x, initial, step)

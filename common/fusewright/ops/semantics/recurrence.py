@@ -21,7 +21,7 @@ def linear_scan(a: Any, b: Any, initial: Any, dim: int) -> Any:
     """
     out = torch.empty(b.shape, dtype=b.dtype, device=b.device)
     kept = carried(b.dtype)
-    factors, h = a.expand(b.shape), None if initial is None else initial.expand(_without(b, dim)).to(kept)
+    factors, h = a.expand(b.shape), None if initial is None else initial.expand(without_dim(b, dim)).to(kept)
     for t in range(b.shape[dim]):
         step = b.select(dim, t).to(kept)
         h = step if h is None else factors.select(dim, t).to(kept) * h + step
@@ -34,14 +34,14 @@ def in_steps(a: Any, b: Any, initial: Any, dim: int) -> Any:
     kept = carried(b.dtype)
     if not b.shape[dim]:
         return torch.empty(b.shape, dtype=b.dtype, device=b.device)
-    h, states = None if initial is None else initial.expand(_without(b, dim)).to(kept), []
+    h, states = None if initial is None else initial.expand(without_dim(b, dim)).to(kept), []
     for x, y in zip(a.expand(b.shape).to(kept).unbind(dim), b.to(kept).unbind(dim), strict=True):
         h = y if h is None else x * h + y
         states.append(h)
     return torch.stack(states, dim).to(b.dtype)
 
 
-def _without(b: Any, dim: int) -> list[Any]:
+def without_dim(b: Any, dim: int) -> list[Any]:
     """The shape of one step of `b`."""
     return [n for d, n in enumerate(b.shape) if d != dim % b.dim()]
 
@@ -49,7 +49,7 @@ def _without(b: Any, dim: int) -> list[Any]:
 def _traced(a: Any, b: Any, initial: Any, dim: int) -> Any:
     a.expand(b.shape)
     if initial is not None:
-        initial.expand(_without(b, dim))
+        initial.expand(without_dim(b, dim))
     return torch.empty(b.shape, dtype=b.dtype, device=b.device)
 
 

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from fusewright.ops.semantics.recurrence import carried, linear_scan_op, summed
+from fusewright.ops.semantics.recurrence import carried, linear_scan_op, summed, without_dim
 
 COMPARISONS: Mapping[str, Callable[..., Any]] = {
     f"{name}{s}": getattr(torch, name) for name in ("lt", "le", "gt", "ge", "eq", "ne") for s in ("", "_scalar")
@@ -105,21 +105,17 @@ def in_steps(x: Any, others: Sequence[Any], initial: Any, dim: int, step: str) -
         return torch.empty(x.shape, dtype=initial.dtype, device=x.device)
     h, columns = _begun(x, others, initial, dim)
     states = [h := taken(step, h, operands) for operands in zip(*(c.unbind(dim) for c in columns), strict=True)]
-    return torch.stack([h.expand(_without(x, dim)) for h in states], dim).to(initial.dtype)
+    return torch.stack([h.expand(without_dim(x, dim)) for h in states], dim).to(initial.dtype)
 
 
 def _begun(x: Any, others: Sequence[Any], initial: Any, dim: int) -> tuple[Any, list[Any]]:
     """The state before the first step, and all operands, in the type that is carried."""
     kept = carried(initial.dtype)
-    return initial.expand(_without(x, dim)).to(kept), [c.expand(x.shape).to(kept) for c in (x, *others)]
-
-
-def _without(x: Any, dim: int) -> list[Any]:
-    return [n for d, n in enumerate(x.shape) if d != dim % x.dim()]
+    return initial.expand(without_dim(x, dim)).to(kept), [c.expand(x.shape).to(kept) for c in (x, *others)]
 
 
 def _traced(x: Any, others: Sequence[Any], initial: Any, dim: int, step: str) -> Any:
-    initial.expand(_without(x, dim))
+    initial.expand(without_dim(x, dim))
     for other in others:
         other.expand(x.shape)
     return torch.empty(x.shape, dtype=initial.dtype, device=x.device)
