@@ -14,7 +14,7 @@ from tests.backends.onednn.test_conv import CONV, COPY, Net
 from tests.fragments import targets
 
 if host_target().arm or not (host_target().masks and host_target().fma):
-    pytest.skip("the kernel needs AVX2 with FMA, or AVX-512", allow_module_level=True)
+    pytest.skip("the kernel needs AVX2 with FMA, or AVX-512; runs where: a CPU has one of them", allow_module_level=True)
 
 AVX512 = host_target().vector_bytes == 64
 POINTWISE = "vector_linear_16_16" if AVX512 else "direct pointwise"

@@ -12,7 +12,7 @@ from tests.backends.onednn.test_conv import TRANSPOSED, Net, needs_bf16
 from tests.fragments import targets
 
 if host_target().arm or not (host_target().masks and host_target().fma):
-    pytest.skip("the kernel needs AVX2 with FMA, or AVX-512", allow_module_level=True)
+    pytest.skip("the kernel needs AVX2 with FMA, or AVX-512; runs where: a CPU has one of them", allow_module_level=True)
 
 
 @pytest.mark.parametrize("act", ["relu", "silu", "clamp"])

@@ -8,6 +8,7 @@ in another pass; and torch's dispatcher takes longer than a small convolution.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -119,27 +120,35 @@ def _like(channels: int) -> int:
 
 
 def _write(m: Match, b: Builder) -> None:
-    op = m.anchor
-    x = dense_channels(op.arg("input"), b)
+    x = dense_channels(m.anchor.arg("input"), b)
     kernel = _kernel(m, b.spec(x))
     assert kernel is not None
     weight, bias = folded(m, b)
-    other, columns = other_of(m), kernel.columns
-    values = [x, _packed(weight, op, columns, b)]
+    emit(m, kernel, x, _packed(weight, m.anchor, kernel.columns, b), bias, _sizes(m, b.spec(x)), "convolution in one kernel", b)
+
+
+def emit(
+    m: Match, kernel: DirectConv, x: Value, weight: Value, bias: Ref | None, sizes: Sequence[int], note: str, b: Builder
+) -> None:
+    """Emit the launch of a convolution with what follows it. `sizes`: the kernel's; `weight` as the kernel reads it."""
+    op, other = m.anchor, other_of(m)
+    values = [x, weight]
     if bias is not None:
-        values.append(_made(b.prepare("aten::constant_pad_nd.default", bias, (0, columns))))
+        values.append(made(b.prepare("aten::constant_pad_nd.default", bias, (0, kernel.columns))))
     values += [] if other is None else [dense(other, b)]
     if not kernel.pointwise:
-        values.append(_made(b.prepare("aten::zeros.default", (_shape(op.arg("weight"))[1],), dtype=torch.float32)))
+        channels = sizes[kernel.symbols.index("c")]
+        values.append(made(b.prepare("aten::zeros.default", (channels,), dtype=torch.float32)))
     out = b.with_layout(m.out, channels_last_of(spec_of(m.out).shape))
-    b.launch(kernel, hash_of(kernel), values, _sizes(m, b.spec(x)), pointwise.after(m)[1], out=out, op=op)
+    b.launch(kernel, hash_of(kernel), values, sizes, pointwise.after(m)[1], out=out, op=op)
     b.close_call(m.ops)
-    b.notes[op.id] = " + ".join(["convolution in one kernel", *(p.op for p in m.ops[1:])])
+    b.notes[op.id] = " + ".join([note, *(p.op for p in m.ops[1:])])
     for part in m.ops[1:]:
         b.notes[part.id] = "in the kernel of conv"
 
 
-def _made(ref: Ref) -> Value:
+def made(ref: Ref) -> Value:
+    """Return what was prepared as a kernel's argument."""
     return Value(ref.id, None)
 
 
@@ -147,7 +156,7 @@ def _packed(weight: Ref, op: OpView, columns: int, b: Builder) -> Value:
     apart, pad, panels, order = direct_conv.packing(_shape(op.arg("weight")), op.arg("groups"), columns)
     padded = b.prepare("aten::constant_pad_nd.default", b.prepare("aten::reshape.default", weight, apart), pad)
     turned = b.prepare("aten::permute.default", b.prepare("aten::reshape.default", padded, panels), order)
-    return _made(b.prepare("aten::clone.default", turned, memory_format=torch.contiguous_format))
+    return made(b.prepare("aten::clone.default", turned, memory_format=torch.contiguous_format))
 
 
 ROW = Row(
@@ -187,9 +196,9 @@ def _write_few(m: Match, b: Builder) -> None:
     n, k = _shape(op.arg("weight"))[:2]
     matrix = b.prepare("aten::reshape.default", weight, (n, k))
     rows = b.prepare("aten::clone.default", matrix, memory_format=torch.contiguous_format)
-    values = [pointwise.channels_last(op.arg("input"), b), _made(rows)]
+    values = [pointwise.channels_last(op.arg("input"), b), made(rows)]
     if bias is not None:
-        values.append(_made(b.prepare("aten::_to_copy.default", bias, dtype=torch.float32)))
+        values.append(made(b.prepare("aten::_to_copy.default", bias, dtype=torch.float32)))
     out = b.with_layout(m.out, channels_last_strides(_shape(m.out)))
     b.launch(kernel, hash_of(kernel), values, (n, k), (), out=out, op=op)
     b.close_call(m.ops)

@@ -20,11 +20,11 @@ from fusewright_cpu.kernels import transposed_conv
 from fusewright_cpu.kernels.by_hand import DirectConv
 from fusewright_cpu.onednn import choices, own
 from fusewright_cpu.onednn.conv import pointwise
-from fusewright_cpu.onednn.conv.images import channels_last_of, dense, dense_channels, image_shape, pair, steps_of
+from fusewright_cpu.onednn.conv.direct import emit, made
+from fusewright_cpu.onednn.conv.images import dense_channels, image_shape, pair, steps_of
 from fusewright_cpu.onednn.folding import folded
-from fusewright_cpu.onednn.patterns import POST_OPS, other_of
+from fusewright_cpu.onednn.patterns import POST_OPS
 from fusewright_cpu.onednn.tiles import tile_of
-from fusewright_cpu.run.sources import hash_of
 from fusewright_cpu.target import host_target
 
 LEAST = 8
@@ -94,26 +94,11 @@ def _pays(m: Match, b: Builder) -> bool:
 
 
 def _write(m: Match, b: Builder) -> None:
-    op, kernel = m.anchor, _kernel(m)
+    op, kernel, x = m.anchor, _kernel(m), dense_channels(m.anchor.arg("input"), b)
     assert kernel is not None
-    x, other = dense_channels(op.arg("input"), b), other_of(m)
     weight, bias = folded(m, b)
-    values = [x, _packed(weight, op, kernel.columns, b)]
-    if bias is not None:
-        values.append(_made(b.prepare("aten::constant_pad_nd.default", bias, (0, kernel.columns))))
-    values += [] if other is None else [dense(other, b)]
-    sizes = _sizes(op, b.spec(x))
-    values.append(_made(b.prepare("aten::zeros.default", (sizes[4],), dtype=torch.float32)))
-    out = b.with_layout(m.out, channels_last_of(spec_of(m.out).shape))
-    b.launch(kernel, hash_of(kernel), values, sizes, pointwise.after(m)[1], out=out, op=op)
-    b.close_call(m.ops)
-    b.notes[op.id] = " + ".join(["transposed convolution in one kernel", *(p.op for p in m.ops[1:])])
-    for part in m.ops[1:]:
-        b.notes[part.id] = "in the kernel of conv"
-
-
-def _made(ref: Ref) -> Value:
-    return Value(ref.id, None)
+    packed = _packed(weight, op, kernel.columns, b)
+    emit(m, kernel, x, packed, bias, _sizes(op, b.spec(x)), "transposed convolution in one kernel", b)
 
 
 def _packed(weight: Ref, op: OpView, columns: int, b: Builder) -> Value:
@@ -121,7 +106,7 @@ def _packed(weight: Ref, op: OpView, columns: int, b: Builder) -> Value:
     pad, apart, order = transposed_conv.packing(_image(op.arg("weight")), op.arg("groups"), (down, right), columns)
     padded = b.prepare("aten::reshape.default", b.prepare("aten::constant_pad_nd.default", weight, pad), apart)
     turned = b.prepare("aten::permute.default", b.prepare("aten::flip.default", padded, transposed_conv.REVERSED), order)
-    return _made(b.prepare("aten::clone.default", turned, memory_format=torch.contiguous_format))
+    return made(b.prepare("aten::clone.default", turned, memory_format=torch.contiguous_format))
 
 
 ROW = Row(
