@@ -21,6 +21,8 @@ LANE_BYTES = 16
 """Bytes of the widest load of one lane."""
 HELD = 8192
 """The most elements of rows next to each other that one program holds."""
+SHORT = 512
+"""Elements of a row below which 16 to each lane of a warp leave lanes idle."""
 THREADS = 128
 """The most threads of a program for rows next to each other: others run while it waits for its loads."""
 WIDE = 2**31 - 2**22
@@ -247,10 +249,9 @@ def matrices(kernel: Kernel) -> frozenset[int]:
 def _matrices(kernel: Kernel, shape: _Shape, least: int) -> list[Node]:
     """Return loads of the large operands (at least `least` elements) of products of few rows, in a kernel that only reduces."""
     loads = [n for n in _accesses(kernel) if n.op == "load" and n.index is not None and _over_row(n, shape)]
-    if (
-        any(n.op == "store" and n.index is not None and _over_row(n, shape) for n in _accesses(kernel))
-        or len(loads) < 2
-    ):
+    gathers = any(n.index is not None and n.index.indirect for n in loads)
+    stores = any(n.op == "store" and n.index is not None and _over_row(n, shape) for n in _accesses(kernel))
+    if shape.row < SHORT or gathers or stores or len(loads) < 2:
         return []
     reach = {n.id: _product(tuple(shape.sizes[a] for a in n.index.axes())) for n in loads if n.index is not None}
     large = [n for n in loads if reach[n.id] * 2 > max(reach.values())]
