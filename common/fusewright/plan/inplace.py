@@ -20,7 +20,7 @@ from fusewright.interface import TensorSpec
 from fusewright.plan.build import Plan, shared_by, written_by
 from fusewright.plan.ir import Call, Instruction, Launch, Ref, reads
 from fusewright.plan.memory import roots_of
-from fusewright.plan.vocabulary import ALL_REDUCE, COPIES, OVERWRITING_ALL_REDUCE
+from fusewright.plan.vocabulary import ALL_REDUCE, COPIES, LISTED, OVERWRITING_ALL_REDUCE
 
 COPY = "aten::copy_.default"
 CLONE = "aten::clone.default"
@@ -203,7 +203,7 @@ def _joined(run: Sequence[Instruction], plan: Plan, roots: Mapping[int, set[int]
     kinds: dict[Any, list[int]] = {}
     for k, (x, new) in enumerate(pairs):
         a, b = plan.specs.get(x), plan.specs.get(new)
-        plain = a and b and (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
+        plain = a and b and (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device) and a.dtype in LISTED
         alone = not plain or new in updated or wanted.intersection(run[k].outs)
         kinds.setdefault(k if alone or a is None else (a.dtype, a.device), []).append(k)
     return [

@@ -155,6 +155,12 @@ _PLAIN = (type(None), bool, str, float, complex, torch.dtype, torch.layout, torc
 COPIES = "aten::_foreach_copy_.default"
 """An operator outside the opset that a pass over plans introduces (`inplace.copied_together`)."""
 
+LISTED = frozenset((
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32,
+    torch.float64, torch.complex64, torch.complex128,
+))  # fmt: skip
+"""Types of which torch copies lists on every device. On GPUs it refuses, among others, the uint64 seeds of its attention."""
+
 ALL_REDUCE, OVERWRITING_ALL_REDUCE = "_c10d_functional::all_reduce.default", "_c10d_functional::all_reduce_.default"
 """A pass over plans replaces the first by the second (`inplace.reduced_in_place`)."""
 

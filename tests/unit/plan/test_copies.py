@@ -51,6 +51,15 @@ def test_each_type_is_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked == [{torch.float32}, {torch.bfloat16}]
 
 
+def test_types_that_torch_lists_on_no_gpu_are_copied_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seeds of attention are of type uint64, for which `_foreach_copy_` is not implemented there."""
+    monkeypatch.setattr(torch, "_foreach_copy_", lambda targets, _: pytest.fail("copied as a list"))
+    seeds = [torch.tensor(k, dtype=torch.uint64) for k in (3, 5)]
+    copy_in = CopiesIn(seeds, range(2))
+    copy_in(seeds[::-1])
+    assert [int(x) for x in copy_in.given(seeds)] == [5, 3]
+
+
 def test_results_keep_strides_and_what_they_share() -> None:
     alone, base = torch.randn(3, 4).t(), torch.randn(5, 5)
     for group in ([alone], [alone, base], [base, base.t(), base[1:3]], [alone, torch.randn(9)[::2]], []):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fusewright.interface import CopyingRecorder, Recorder, WritingRecorder
+from fusewright.plan.vocabulary import LISTED
 from fusewright.storage import lazy
 
 MOST = 8
@@ -20,8 +21,8 @@ Call = Callable[[list[Any]], Sequence[torch.Tensor] | None]
 
 
 class CopiesIn:
-    """Buffers with the shapes and strides of the arguments at `places`; each call fills them, those of one type in one call:
-    torch copies lists of mixed types one tensor at a time. `lazy`: the memory of an argument is not its value."""
+    """Buffers with the shapes and strides of the arguments at `places`; each call fills them, those of one type in one call if
+    torch can: it copies lists of mixed types one tensor at a time. `lazy`: the memory of an argument is not its value."""
 
     def __init__(self, args: Sequence[Any], places: Iterable[int]) -> None:
         self.buffers: dict[int, torch.Tensor] = {}
@@ -37,7 +38,8 @@ class CopiesIn:
                 buffer = target.as_strided(x.shape, x.stride())
                 self._flat.add(k)
             self.buffers[k] = buffer
-            copies = kinds.setdefault((target.dtype, target.device), ([], []))
+            kind = (target.dtype, target.device) if target.dtype in LISTED else k
+            copies = kinds.setdefault(kind, ([], []))
             copies[0].append(k)
             copies[1].append(target)
         self._kinds = list(kinds.values())
