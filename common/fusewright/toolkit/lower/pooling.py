@@ -341,12 +341,12 @@ def _few_columns(op: OpView) -> str | None:
 
 
 TABLE: Table = {
-    "max_pool2d": (Map(_max_pool(2), _small(2), cost=60),),
-    "max_pool3d": (Map(_max_pool(3), _small(3), cost=60),),
-    "max_pool2d_backward": (Map(_max_pool_backward, _few(MAX_MAXIMA), cost=100),),
-    "avg_pool1d": (Map(_avg_pool(1), _small(1), cost=20),),
-    "avg_pool2d": (Map(_avg_pool(2), _small(2), cost=60),),
-    "avg_pool2d_backward": (Map(_avg_pool_backward, _few(MAX_WINDOWS), cost=60),),
+    "max_pool2d": (Map(_max_pool(2), _small(2), cost=60, window=True),),
+    "max_pool3d": (Map(_max_pool(3), _small(3), cost=60, window=True),),
+    "max_pool2d_backward": (Map(_max_pool_backward, _few(MAX_MAXIMA), cost=100, window=True),),
+    "avg_pool1d": (Map(_avg_pool(1), _small(1), cost=20, window=True),),
+    "avg_pool2d": (Map(_avg_pool(2), _small(2), cost=60, window=True),),
+    "avg_pool2d_backward": (Map(_avg_pool_backward, _few(MAX_WINDOWS), cost=60, window=True),),
     "im2col": (Map(_im2col, _known_image, cost=12),),
-    "col2im": (Map(_col2im, _few_columns, cost=60),),
+    "col2im": (Map(_col2im, _few_columns, cost=60, window=True),),
 }

@@ -74,5 +74,5 @@ def _floating(op: OpView) -> str | None:
 
 TABLE: Table = {
     "upsample_nearest2d": (Map(_nearest, _whole_factor, cost=4),),
-    "upsample_bilinear2d": (Map(_bilinear, _floating, cost=60),),
+    "upsample_bilinear2d": (Map(_bilinear, _floating, cost=60, window=True),),
 }

@@ -48,6 +48,7 @@ class Flow:
         self.users: dict[int, list[OpView]] = {}
         self._rules: dict[int, tuple[Rule, ...]] = {}
         self._inline: dict[int, int] = {}
+        self._windows: set[int] = set()
         for op in self.ops.values():
             for v in op.inputs():
                 self.users.setdefault(v.id, []).append(op)
@@ -65,6 +66,8 @@ class Flow:
             depth = self._inline_depth(op, rules)
             if depth is not None and op.id not in whole:
                 self._inline[op.id] = depth
+                if self._has_window(op):
+                    self._windows.add(op.id)
 
     def rules(self, op: OpView) -> tuple[Rule, ...]:
         """The rules by which kernels compute `op`; empty for a fixed op."""
@@ -97,7 +100,20 @@ class Flow:
         small = read * INLINE_BYTES <= size or (_about(2 * read, size) and op.out.id not in self.needed) or (tiny and read <= 64)
         small = small or (_about(read, size) and self._has_one_user(op))
         small = small or (self._is_permuted_once(op) and (_about(read, size) or self._reads_permuted(op)))
+        if small and not tiny and self._has_window(op) and self._is_read_by_window(op.out):
+            return None  # each window would compute all of those behind it
         return depth if small and depth <= INLINE_DEPTH else None
+
+    def _has_window(self, op: OpView) -> bool:
+        """Whether an op, or one inlined in it, computes an element from several neighbours."""
+        return _is_window(self._rules_of(op)) or any(x.id in self._windows for x in self.inlined(op.inputs(), through=False))
+
+    def _is_read_by_window(self, v: Value) -> bool:
+        """Whether an op that computes an element from several neighbours reads a value, or a view of it."""
+        users = self.users.get(v.id, ())
+        return any(
+            self._is_read_by_window(u.out) if self._views(u) else _is_window(self._rules_of(u)) for u in users if u.id not in self.fixed
+        )
 
     def _bytes_read(self, op: OpView) -> int:
         """Return the bytes in memory behind an op: of each input, or of what it is computed from if that is less."""
@@ -187,6 +203,10 @@ class Flow:
             else:
                 found.setdefault(x.id, x)
         return list(found.values())
+
+
+def _is_window(rules: tuple[Rule, ...]) -> bool:
+    return bool(rules) and isinstance(rules[0], Map) and rules[0].window
 
 
 def _about(read: int, size: int) -> bool:
