@@ -224,8 +224,8 @@ def _has_kernels(n: Node, groups: int) -> bool:
     dilations of depthwise ones, measured 1.4 to 3 times slower."""
     outs, ins, *window = _example(_given(n, 1, "weight")).shape
     stride, dilation = (_each(_given(n, i, k)) for i, k in ((3, "stride"), (5, "dilation")))
-    if n.target is not torch.conv2d or not stride <= {1, 2}:
-        return False
+    if n.target is not torch.conv2d or not stride <= {1, 2} or _example(_given(n, 0, "input")).shape[0] == 1:
+        return False  # a batch of one: groups are its images, each with weights of its own, which would be copied apart
     outs //= groups
     if ins == 1:
         return outs == 1 and window in ([3, 3], [5, 5], [7, 7]) and dilation <= {1}

@@ -238,6 +238,18 @@ def test_groups_without_kernels_of_this_layout_are_left_alone(how: dict[str, Any
     assert not run(Images(lambda x: x, **{"groups": 8, **how}))[0]
 
 
+def test_images_that_are_groups_of_one_image_are_left_alone() -> None:
+    """StyleGAN's convolutions have weights for each image."""
+
+    class Modulated(Images):
+        def forward(self, x: torch.Tensor) -> Any:
+            x = self.first(x).relu()
+            weight = self.second.weight * x.mean((2, 3))[:, None, :, None, None]
+            return F.conv2d(x.reshape(1, -1, *x.shape[2:]), weight.flatten(0, 1), groups=len(x)).view(len(x), -1, 5, 5)
+
+    assert not run(Modulated(lambda x: x))[0]
+
+
 def test_one_convolution_is_no_reason() -> None:
     class Patches(nn.Module):
         def __init__(self) -> None:
