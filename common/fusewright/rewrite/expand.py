@@ -15,7 +15,7 @@ from fusewright import ops
 from fusewright.graph import constants
 from fusewright.graph.canonicalize import canonicalize
 from fusewright.graph.constants import Constants
-from fusewright.graph.effects import drop_dead_code
+from fusewright.graph.effects import draws, drop_dead_code
 from fusewright.graph.spec import value_of
 from fusewright.graph.verify import UNTRUSTED
 from fusewright.graph.view import GraphIndex, is_op, is_projection
@@ -50,7 +50,7 @@ def _openable(
     """Composites that the backend wants expanded, with their contents. Equal composites are traced once."""
     candidates = [
         n for n in graph.nodes
-        if is_op(n) and n.name not in denied and UNTRUSTED not in n.meta
+        if is_op(n) and n.name not in denied and UNTRUSTED not in n.meta and not draws(n)
         and (row := ops.find(n.target)) is not None and row.decompose is not None
     ]  # fmt: skip
     if not candidates:

@@ -107,6 +107,17 @@ def lowered_ops(fn: Callable[..., Any], *calls: tuple[torch.Tensor, ...]) -> lis
     return [o.op for o in found[0].ops if o.where != "eager"]
 
 
+@pytest.mark.parametrize("probability", [0.1, 0.0])
+def test_attention_that_draws_random_numbers_stays_whole(probability: float) -> None:
+    """It has no formula: a model in training mode under `no_grad` did not compile on GPUs, where attention arrives whole."""
+    graph = parse(
+        "%0: f32[2,4,9,8] = input('x')\n"
+        f"%1: f32[2,4,9,8] = sdpa(%0, %0, %0, None, {probability}, False, scale=None, enable_gqa=False)\nreturn [%1]\n"
+    )
+    opened, _ = expand.on_claim(graph, find(graph, frozenset(), "infer"), Products(), {}, "infer")
+    assert (opened is graph) == bool(probability)
+
+
 def test_sizes_inside_a_composite_are_no_backends_to_claim() -> None:
     calls = [(torch.randn(2, n, 8), torch.randn(16, 8), torch.randn(16)) for n in (3, 5)]
     assert "addmm" in lowered_ops(torch.nn.functional.linear, *calls)
