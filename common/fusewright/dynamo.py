@@ -70,7 +70,7 @@ def compile_dynamo(
     """Compile a Dynamo graph with a backend, or fall back to eager with a one-line reason if the backend cannot run here.
     `mode` is torch's: see `config.MODES`."""
     from fusewright import pipeline, registry
-    from fusewright.capture import capture, layouts, masks
+    from fusewright.capture import capture, gradients, layouts, masks
     from fusewright.capture.tables import host_tables
     from fusewright.plan.execute import broken
 
@@ -90,6 +90,8 @@ def compile_dynamo(
     if comparison is not None:
         broken.watch(name, comparison.may, example_inputs)
     masks.simplify(gm, backend)
+    if type(backend).supports is not Backend.supports:  # one that claims nothing gives eager's bits
+        gradients.simplify(gm)
 
     def compile_graph(aten: GraphModule, phase: Phase, const: frozenset[Node], mode: str) -> Callable[[list[Any]], Any]:
         with gc_paused():  # AOTAutograd compiles the backward graph in the first backward call

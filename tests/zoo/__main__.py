@@ -135,16 +135,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     for verdict in judged(left, given.backend, given.jobs, given.limit, given.device, until):
         found.append(verdict)
         if verdict.status not in ("right", "not built", "not run") or verdict.bugs:
-            print(
-                f"{verdict.model} {verdict.mode}: {verdict.status}: {verdict.reason} {verdict.bugs or ''}", flush=True
-            )
+            print(f"{verdict.model} {verdict.mode}: {verdict.status}: {verdict.reason} {verdict.bugs or ''}", flush=True)
         if given.json is not None:
             _written(given.json, {"backend": given.backend, "zoo": [v.as_json() for v in found]})
     print(table(found))
     if given.chart is not None:
-        given.chart.write_text(
-            chart.of_verdicts("Models of the zoo", given.backend, [(v.mode, v.status) for v in found])
-        )
+        given.chart.write_text(chart.of_verdicts("Models of the zoo", given.backend, [(v.mode, v.status) for v in found]))
     return 1 if any(v.status in BAD or v.bugs for v in found) else 0
 
 
@@ -158,9 +154,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--shard", default="1/1")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--limit", type=float, default=120.0, help="seconds for one model in one mode")
-    parser.add_argument(
-        "--seconds", type=float, default=math.inf, help="for all of it: what is left is for the next run"
-    )
+    parser.add_argument("--seconds", type=float, default=math.inf, help="for all of it: what is left is for the next run")
     parser.add_argument("--chart", type=Path, help="draw how many models are right here, as SVG")
     parser.add_argument("--json", type=Path, default=None)
     return parser

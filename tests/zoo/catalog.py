@@ -21,7 +21,6 @@ LARGEST = 60e6
 
 Resize = Callable[[int], dict[str, Any]]
 
-
 def _declare_what_torchvision_misses() -> None:
     """Declare operators that torchvision, which timm and transformers import, expects. Its C++ part does not load with a torch
     that it was not built for."""
@@ -171,9 +170,7 @@ def _timm_families() -> list[str]:
 
 
 def _says_small(name: str) -> bool:
-    return any(
-        word in name for word in ("nano", "atto", "tiny", "small", "_s", "mini", "_xs", "18", "b0", "050", "26", "50")
-    )
+    return any(word in name for word in ("nano", "atto", "tiny", "small", "_s", "mini", "_xs", "18", "b0", "050", "26", "50"))
 
 
 def _timm(name: str) -> Example:
@@ -202,3 +199,4 @@ def _handmade(name: str) -> Example:
     module, given, resized = handmade.MODELS[name]()
     perturb(module)
     return Example(module.eval(), given, resized)
+

@@ -123,12 +123,7 @@ def _dynamic(v: Verdict, example: catalog.Example, backend: str) -> Verdict:
 
 @torch.no_grad()
 def _forward(
-    v: Verdict,
-    example: catalog.Example,
-    sizes: Sequence[dict[str, Any]],
-    backend: str,
-    dtype: str,
-    dynamic: bool | None = None,
+    v: Verdict, example: catalog.Example, sizes: Sequence[dict[str, Any]], backend: str, dtype: str, dynamic: bool | None = None
 ) -> Verdict:
     """Make calls without gradients, each size twice: the second call represents the steady state."""
     built = [Built(v.model, example.module, (), given, dtype) for given in sizes]
@@ -155,15 +150,9 @@ def _forward(
             own.load_state_dict(_moved(example.module, k, APART).state_dict())
             moved = [replace(b, fn=own, kwargs=_moved_inputs(b.kwargs, k, APART)) for b in built]
             exact = [accuracy.reference(replace(b, fn=_in_plain_ops(own))) for b in moved]
-            yield (
-                [flatten_outputs(_seeded(b, compiled)) for b in moved],
-                [flatten_outputs(_seeded(b, None)) for b in moved],
-                exact,
-            )
+            yield [flatten_outputs(_seeded(b, compiled)) for b in moved], [flatten_outputs(_seeded(b, None)) for b in moved], exact
 
-    return _judge(
-        v, run, backend, [e for e in eager for _ in (1, 2)], [w for w in wide for _ in (1, 2)], dtype, draw, draws
-    )
+    return _judge(v, run, backend, [e for e in eager for _ in (1, 2)], [w for w in wide for _ in (1, 2)], dtype, draw, draws)
 
 
 def _training(v: Verdict, example: catalog.Example, backend: str) -> Verdict:
@@ -283,9 +272,7 @@ def _typical(draws: Iterator[tuple[Calls, Calls, Calls]], dtype: str) -> str:
     suspects: dict[tuple[int, int], str] = {}
     for _ in ("drawn", "confirmed"):
         drawn = [*itertools.islice(draws, DRAWS - 1)]
-        if why := next(
-            (f"call {k}: {why}" for g, e, _ in drawn for k in range(len(g)) if (why := _layout(g[k], e[k]))), ""
-        ):
+        if why := next((f"call {k}: {why}" for g, e, _ in drawn for k in range(len(g)) if (why := _layout(g[k], e[k]))), ""):
             return why
         places = suspects or [(k, n) for k, call in enumerate(drawn[0][0]) for n in range(len(call))]
         suspects = {place: why for place in places if (why := _suspected(drawn, place, dtype))}
@@ -369,9 +356,7 @@ def _in_plain_ops(module: Any) -> nn.Module:
 def _changed(x: Tensor, by: float | None) -> Tensor:
     if not x.is_floating_point():
         return x
-    return x * (
-        1 + (torch.rand(x.shape).to(x.device) - 0.5).to(x.dtype) * 2 * (torch.finfo(x.dtype).eps if by is None else by)
-    )
+    return x * (1 + (torch.rand(x.shape).to(x.device) - 0.5).to(x.dtype) * 2 * (torch.finfo(x.dtype).eps if by is None else by))
 
 
 def _layout(got: Outputs, eager: Outputs) -> str:
@@ -399,9 +384,7 @@ def _seed() -> None:
 
 
 def _loss(outputs: Outputs) -> Tensor:
-    parts = [
-        x.float().square().mean() if x.dtype != torch.float64 else x.square().mean() for x in outputs if _floating(x)
-    ]
+    parts = [x.float().square().mean() if x.dtype != torch.float64 else x.square().mean() for x in outputs if _floating(x)]
     parts = [p for p in parts if p.requires_grad]
     if not parts:
         raise ValueError("no output depends on a parameter")

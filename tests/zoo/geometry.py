@@ -47,9 +47,7 @@ RULES: tuple[Rule, ...] = _rules(
         r"max_position_embeddings|n_positions|n_ctx|max_(source|target)_positions|max_sequence_length|max_seq_len": _at_most(
             POSITIONS
         ),
-        r".*(num|n)_.*heads|n_head|num_heads|encoder_attention_heads|decoder_attention_heads|.*_ffn_heads": _at_most(
-            HEADS
-        ),
+        r".*(num|n)_.*heads|n_head|num_heads|encoder_attention_heads|decoder_attention_heads|.*_ffn_heads": _at_most(HEADS),
         r".*(num|n)_?(hidden_|encoder_|decoder_|.*)?layers?|(encoder|decoder)_layers|depth|num_.*blocks|.*_depth": _at_most(
             LAYERS
         ),
@@ -101,9 +99,7 @@ GEOMETRIES: tuple[tuple[str, Mapping[str, Any]], ...] = (
 """Geometries in the order in which they are tried: a name, and values that override the rules or are computed from the default."""
 
 
-def small(
-    config: type, geometry: str = "small", particular: Mapping[str, Any] = MappingProxyType({}), whole: Any = None
-) -> Any:
+def small(config: type, geometry: str = "small", particular: Mapping[str, Any] = MappingProxyType({}), whole: Any = None) -> Any:
     """Make an instance of a configuration class in one of `GEOMETRIES`; those called shallow reduce only depth and vocabulary.
 
     `particular` values override the rules, those of a part in a mapping of its own. `whole` is an instance with the defaults.

@@ -15,11 +15,7 @@ Made = tuple[nn.Module, dict[str, Any], Callable[[int], dict[str, Any]] | None]
 
 class DoubleConv(nn.Sequential):
     def __init__(self, a: int, b: int) -> None:
-        layers = [
-            m
-            for i, o in ((a, b), (b, b))
-            for m in (nn.Conv2d(i, o, 3, padding=1, bias=False), nn.BatchNorm2d(o), nn.ReLU())
-        ]
+        layers = [m for i, o in ((a, b), (b, b)) for m in (nn.Conv2d(i, o, 3, padding=1, bias=False), nn.BatchNorm2d(o), nn.ReLU())]
         super().__init__(*layers)
 
 
@@ -85,9 +81,7 @@ class GraphAttention(nn.Module):
 class VariationalAutoencoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.encoder = nn.Sequential(
-            nn.Conv2d(1, 8, 3, 2, 1), nn.SiLU(), nn.Conv2d(8, 16, 3, 2, 1), nn.SiLU(), nn.Flatten()
-        )
+        self.encoder = nn.Sequential(nn.Conv2d(1, 8, 3, 2, 1), nn.SiLU(), nn.Conv2d(8, 16, 3, 2, 1), nn.SiLU(), nn.Flatten())
         self.moments = nn.Linear(16 * 49, 16)
         self.decoder = nn.Sequential(
             nn.Linear(8, 16 * 49), nn.Unflatten(1, (16, 7, 7)), nn.ConvTranspose2d(16, 8, 4, 2, 1), nn.SiLU(),
@@ -98,9 +92,7 @@ class VariationalAutoencoder(nn.Module):
         mean, log_variance = self.moments(self.encoder(x)).chunk(2, -1)
         made = self.decoder(mean + (0.5 * log_variance).exp() * noise).sigmoid()
         divergence = -0.5 * (1 + log_variance - mean**2 - log_variance.exp()).sum(-1)
-        return made, F.binary_cross_entropy(made.float(), x.float().sigmoid(), reduction="none").sum(
-            (1, 2, 3)
-        ) + divergence
+        return made, F.binary_cross_entropy(made.float(), x.float().sigmoid(), reduction="none").sum((1, 2, 3)) + divergence
 
 
 class Recurrent(nn.Module):
@@ -236,9 +228,7 @@ class Siamese(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.left, self.right = (
-            nn.Sequential(nn.Linear(12, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 16)) for _ in range(2)
-        )
+        self.left, self.right = (nn.Sequential(nn.Linear(12, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 16)) for _ in range(2))
         self.scale = nn.Parameter(torch.tensor([2.0]))
 
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
@@ -265,12 +255,8 @@ MODELS: dict[str, Callable[[], Made]] = {
     "unrolled_cell": _one(UnrolledCell, lambda k: {"x": torch.randn(2 + k, 10, 8)}),
     "mixture_of_experts": _one(MixtureOfExperts, lambda k: {"x": torch.randn(2, 9 + k, 16)}),
     "state_space": _one(StateSpace, lambda k: {"x": torch.randn(2 + k, 12, 16)}),
-    "diffusion_block": _one(
-        DiffusionBlock, lambda k: {"x": torch.randn(2 + k, 32, 8, 8), "step": torch.arange(2 + k) * 17}
-    ),
+    "diffusion_block": _one(DiffusionBlock, lambda k: {"x": torch.randn(2 + k, 32, 8, 8), "step": torch.arange(2 + k) * 17}),
     "vocoder": _one(Vocoder, lambda k: {"mel": torch.randn(1 + k, 20, 16 + 4 * k)}),
-    "radiance_field": _one(
-        RadianceField, lambda k: {"points": torch.randn(8 + k, 16, 3), "lengths": torch.rand(8 + k, 16)}
-    ),
+    "radiance_field": _one(RadianceField, lambda k: {"points": torch.randn(8 + k, 16, 3), "lengths": torch.rand(8 + k, 16)}),
     "siamese": _one(Siamese, lambda k: {"a": torch.randn(4 + k, 12), "b": torch.randn(4 + k, 12)}),
 }

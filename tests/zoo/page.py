@@ -95,10 +95,7 @@ def _counts(verdicts: Sequence[Verdict], modes: Sequence[str]) -> list[str]:
     lines = [f"| | {' | '.join(modes)} |", "| --- |" + " --- |" * len(modes)]
     lines += [f"| {k} | {' | '.join(str(counts[k, m]) for m in modes)} |" for k in kinds]
     firsts = {m: [v.first_s for v in verdicts if v.mode == m and v.first_s] for m in modes}
-    return [
-        *lines,
-        f"| first call, median s | {' | '.join(f'{median(firsts[m]):.1f}' if firsts[m] else '' for m in modes)} |",
-    ]
+    return [*lines, f"| first call, median s | {' | '.join(f'{median(firsts[m]):.1f}' if firsts[m] else '' for m in modes)} |"]
 
 
 def _others(verdicts: Sequence[Verdict]) -> list[str]:

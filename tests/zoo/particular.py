@@ -34,10 +34,7 @@ _GEMMA3N = {
 }  # fmt: skip
 _POOLED = {"num_key_value_heads": 4, "index_topk": 8, "index_kpool": 4}
 _RT_DETR = {"encode_proj_layers": [2], "decoder_in_channels": [64] * 3}
-_HUNYUAN = {
-    "head_dim": 16,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 2, 2, 2]},
-}
+_HUNYUAN = {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 2, 2, 2]}}
 _QSA = {
     "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8, "indexer_compress_ratio": 2,
     "layer_types": ["linear_attention", "full_attention"], "ngram_vocab_size_base": 200, "split_ngram_parts": 2,

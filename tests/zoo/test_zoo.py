@@ -167,14 +167,8 @@ def test_the_page_holds_what_the_records_say() -> None:
 
 
 def test_the_newest_verdict_counts_unless_it_says_nothing() -> None:
-    runs = [
-        ("wrong", "crashed", "out of time"),
-        ("right", "out of time", "right"),
-        ("out of time", "not built", "right"),
-    ]
-    zoos = [
-        [{"model": f"m/{k}", "mode": "inference", "status": status} for k, status in enumerate(run)] for run in runs
-    ]
+    runs = [("wrong", "crashed", "out of time"), ("right", "out of time", "right"), ("out of time", "not built", "right")]
+    zoos = [[{"model": f"m/{k}", "mode": "inference", "status": status} for k, status in enumerate(run)] for run in runs]
     given = [{"backend": "b", "where": "", "zoo": zoo} for zoo in zoos]
     assert [v.status for v in newest(given)] == ["right", "crashed", "right"]
     assert "`m/1`, inference: crashed" in page(given)

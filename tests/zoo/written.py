@@ -296,7 +296,8 @@ class Translator(nn.Module):
             ]
         )
         self.up = nn.Sequential(
-            *layer(nn.ConvTranspose2d(wide, 2 * width, 3, 2, 1, 1), 2 * width), *layer(nn.ConvTranspose2d(2 * width, width, 3, 2, 1, 1), width),
+            *layer(nn.ConvTranspose2d(wide, 2 * width, 3, 2, 1, 1), 2 * width),
+            *layer(nn.ConvTranspose2d(2 * width, width, 3, 2, 1, 1), width),
             nn.ReflectionPad2d(3), nn.Conv2d(width, 3, 7), nn.Tanh(),
         )  # fmt: skip
 

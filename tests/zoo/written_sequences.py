@@ -101,8 +101,8 @@ class Separator(nn.Module):
         self.first = nn.Sequential(nn.GroupNorm(1, basis), nn.Conv1d(basis, width, 1))
         self.blocks = nn.ModuleList(
             nn.Sequential(
-                nn.Conv1d(width, wide, 1), nn.PReLU(), nn.GroupNorm(1, wide), nn.Conv1d(wide, wide, 3, padding=2**k, dilation=2**k, groups=wide),
-                nn.PReLU(), nn.GroupNorm(1, wide), nn.Conv1d(wide, width, 1),
+                nn.Conv1d(width, wide, 1), nn.PReLU(), nn.GroupNorm(1, wide),
+                nn.Conv1d(wide, wide, 3, padding=2**k, dilation=2**k, groups=wide),
             ) for _ in range(repeats) for k in range(depth)
         )  # fmt: skip
         self.mask = nn.Sequential(nn.PReLU(), nn.Conv1d(width, 2 * basis, 1), nn.Sigmoid())

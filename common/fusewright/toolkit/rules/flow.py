@@ -110,10 +110,8 @@ class Flow:
 
     def _is_read_by_window(self, v: Value) -> bool:
         """Whether an op that computes an element from several neighbours reads a value, or a view of it."""
-        users = self.users.get(v.id, ())
-        return any(
-            self._is_read_by_window(u.out) if self._views(u) else _is_window(self._rules_of(u)) for u in users if u.id not in self.fixed
-        )
+        users = [u for u in self.users.get(v.id, ()) if u.id not in self.fixed]
+        return any(self._is_read_by_window(u.out) if self._views(u) else _is_window(self._rules_of(u)) for u in users)
 
     def _bytes_read(self, op: OpView) -> int:
         """Return the bytes in memory behind an op: of each input, or of what it is computed from if that is less."""

@@ -88,8 +88,8 @@ class View:
 
 @dataclass(frozen=True)
 class Map:
-    """`code(e, op, k, at)` computes element `at` of output `k`. `cost` is a rough count of vector instructions. `window`: an element
-    is computed from several neighbours."""
+    """`code(e, op, k, at)` computes element `at` of output `k`. `cost` is a rough count of vector instructions. `window`: an
+    element is computed from several neighbours."""
 
     code: Callable[[Evaluator, OpView, int, At], Val]
     check: Check = always
