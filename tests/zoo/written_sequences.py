@@ -102,7 +102,8 @@ class Separator(nn.Module):
         self.blocks = nn.ModuleList(
             nn.Sequential(
                 nn.Conv1d(width, wide, 1), nn.PReLU(), nn.GroupNorm(1, wide),
-                nn.Conv1d(wide, wide, 3, padding=2**k, dilation=2**k, groups=wide),
+                nn.Conv1d(wide, wide, 3, padding=2**k, dilation=2**k, groups=wide), nn.PReLU(),
+                nn.GroupNorm(1, wide), nn.Conv1d(wide, width, 1),
             ) for _ in range(repeats) for k in range(depth)
         )  # fmt: skip
         self.mask = nn.Sequential(nn.PReLU(), nn.Conv1d(width, 2 * basis, 1), nn.Sigmoid())
