@@ -173,7 +173,7 @@ RULES: dict[str, Rule] = {
     "smooth_l1_loss_backward": _contiguous("self"),
     "roll": _on_cpu(_suggested("self"), "self"),
     "batch_norm": _on_cpu(_suggested("input"), "input"),
-    "batch_norm_train": _on_cpu(_suggested("input"), "input"),
+    **dict.fromkeys(("batch_norm_train", "batch_norm_no_stats"), _on_cpu(_suggested("input"), "input")),
     "batch_norm_backward": _by_device("input", cpu=_suggested("input"), cuda=_cuda_batch_norm_backward),
     "group_norm_backward": _on_cpu(_suggested("input"), "input"),
     "weight_norm": _on_cpu(lambda a: (*_contiguous("v")(a), a["g"]), "v"),

@@ -357,6 +357,11 @@ CASES: Cases = {
         c(HALF_IMAGE, WEIGHT, WEIGHT, WEIGHT, WEIGHT, True, 0.1, 1e-5),
         c(HALF_IMAGE, None, None, WEIGHT, WEIGHT, True, 0.1, 1e-5),
     ),
+    "batch_norm_no_stats": (
+        c(IMAGE, t(4), t(4), True, 0.1, 1e-5),
+        c(t(1, 8, 6, 6), None, None, True, 0.1, 1e-5),
+        c(HALF_IMAGE, WEIGHT, WEIGHT, True, 0.1, 1e-5),
+    ),
     "weight_norm": (c(t(3, 4, 5), t(3, 1, 1), 0), c(t(3, 4, 5), t(1, 1, 5), 2)),
     "log_sigmoid": (c(X),),
     "threshold": (c(X, 0.5, 2),),
@@ -506,8 +511,10 @@ CASES: Cases = {
     ),
     "rms_norm_backward": (c(X, Y, [4], t(3, 1, low=0.5, high=2), V, [True, True]),),
     "group_norm_backward": (saved(group_norm, IMAGE, IMAGE, t(4)),),
-    "batch_norm_backward": tuple(
-        saved(batch_norm(train), IMAGE, IMAGE, t(4), t(4), t(4, low=0.5, high=2)) for train in (True, False)
+    "batch_norm_backward": (
+        *(saved(batch_norm(train), IMAGE, IMAGE, t(4), t(4), t(4, low=0.5, high=2)) for train in (True, False)),
+        saved(batch_norm(True), IMAGE, IMAGE, t(4), None, None),
+        saved(batch_norm(True), IMAGE, IMAGE, None, None, None),
     ),
     "conv_backward": (
         c(

@@ -105,7 +105,7 @@ def _resize_grad(name: str, doc: str, decompose: Callable[..., Any] | None = Non
 SAVED: dict[str, tuple[tuple[str, str], DtypeRule]] = {
     "layer_norm_backward": (("mean", "rstd"), dt.norm_stats()),
     "group_norm_backward": (("mean", "rstd"), dt.norm_stats(wide=False)),
-    "batch_norm_backward": (("save_mean", "save_invstd"), dt.norm_stats(weight_="running_mean")),
+    "batch_norm_backward": (("save_mean", "save_invstd"), dt.norm_stats("running_mean", "weight")),
 }
 """Arguments saved by a forward, and their real dtypes (see `Op.fake_differs`)."""
 
