@@ -37,6 +37,17 @@ LAYERS: dict[str, tuple[nn.Module, torch.Tensor]] = {
     "instance norm 2d": (nn.InstanceNorm2d(3, affine=True), r(2, 3, 5, 6)),
     "instance norm 3d": (nn.InstanceNorm3d(3, affine=True), r(2, 3, 3, 4, 5)),
     "instance norm of channels-last images": (nn.InstanceNorm2d(3, affine=True), last(r(2, 3, 5, 6))),
+    "reflection pad 1d": (nn.ReflectionPad1d((2, 3)), r(2, 3, 7)),
+    "reflection pad 2d": (nn.ReflectionPad2d((1, 2, 0, 3)), last(r(2, 3, 5, 6))),
+    "reflection pad 3d": (nn.ReflectionPad3d((1, 2, 2, 1, 1, 1)), r(2, 3, 3, 4, 5)),
+    "replication pad 1d": (nn.ReplicationPad1d((2, 3)), r(2, 3, 7)),
+    "replication pad 2d": (nn.ReplicationPad2d((1, 2, 0, 3)), last(r(2, 3, 5, 6))),
+    "replication pad 3d": (nn.ReplicationPad3d((1, 2, 2, 1, 1, 1)), r(2, 3, 3, 4, 5)),
+    "a large replication pad": (nn.ReplicationPad2d((9, 11, 10, 12)), r(2, 3, 5, 6)),
+    "circular pad 1d": (nn.CircularPad1d((2, 3)), r(2, 3, 7)),
+    "circular pad 2d": (nn.CircularPad2d((1, 2, 0, 3)), r(2, 3, 5, 6)),
+    "circular pad 3d": (nn.CircularPad3d((1, 2, 2, 1, 1, 1)), r(2, 3, 3, 4, 5)),
+    "prelu": (nn.PReLU(3), r(2, 3, 5)),
     "batch norm of the batch alone": (nn.BatchNorm2d(3, track_running_stats=False), r(2, 3, 5, 6)),
 }
 

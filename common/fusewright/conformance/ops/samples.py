@@ -63,6 +63,12 @@ def index(*shape: int, size: int) -> T:
     return T(shape, I64, 0, size)
 
 
+def grown(shape: Sequence[int], pads: Sequence[int]) -> tuple[int, ...]:
+    """The shape after a padding by amounts in front and behind, of the last dimension first."""
+    pairs = [sum(pads[k : k + 2]) for k in range(0, len(pads), 2)]
+    return tuple(n + more for n, more in zip(shape, (*[0] * (len(shape) - len(pairs)), *reversed(pairs)), strict=True))
+
+
 def mask(*shape: int) -> T:
     return T(shape, BOOL)
 
