@@ -22,6 +22,8 @@ _MASKED = (aten.hardtanh_backward.default, aten.threshold_backward.default)
 
 _EFFICIENT_BACKWARD = aten._scaled_dot_product_efficient_attention_backward.default
 
+_NORM_GRADIENTS = (aten.native_group_norm_backward.default, aten.native_batch_norm_backward.default)
+
 _ALIASES = (aten.alias.default, aten.detach.default)
 
 _MOVES = (
@@ -47,9 +49,10 @@ def before_cut(graph: Graph) -> None:
 
 
 def copied_for_norms(graph: Graph) -> None:
-    """Save the images that group norms copy to planes as they are: the gradient copies them again, which a kernel need not do."""
-    for norm in graph.find_nodes(op="call_function", target=aten.native_group_norm_backward.default):
-        copy = norm.args[1]
+    """Save the images that group and instance norms copy to planes as they are: the gradient copies them again, which a kernel need
+    not do."""
+    for norm in (n for t in _NORM_GRADIENTS for n in graph.find_nodes(op="call_function", target=t)):
+        copy: Any = _moved(norm.args[1])
         if copy.target is aten.clone.default and not copy.args[0].meta["val"].is_contiguous():
             copy.meta.setdefault("recompute", CheckpointPolicy.MUST_RECOMPUTE)
             if copy.args[0].target is aten._to_copy.default:

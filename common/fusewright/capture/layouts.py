@@ -36,6 +36,8 @@ _DRAWS = frozenset(
 )
 _POINTWISE = frozenset({"add", "sub", "mul", "truediv", "div", "addcmul", "lerp"})
 """Functions and methods whose result is laid as their first operand of its shape."""
+_COPYING_NORMS = frozenset({"group_norm", "instance_norm"})
+"""Norms for which eager copies images to planes on GPUs."""
 _TRANSPOSES = frozenset({"transpose", "permute", "swapaxes", "swapdims", "movedim", "moveaxis"})
 _TELLS_STRIDES = frozenset({"as_strided", "as_strided_", "set_", "resize_", "resize_as_", "stride", "untyped_storage", "data_ptr"})
 _PLAIN = frozenset({"torch", "_operator", "math", "builtins", "einops"})
@@ -100,7 +102,7 @@ def channels_last(gm: GraphModule) -> GraphModule | None:
     if not behind or not all(map(_wanted, convs)) or not any(_example(n).requires_grad for n in behind):
         return None
     edits: dict[Node, Edit] = {n: _in_channels_last for n in convs if n.target is torch.conv2d}
-    norms = [n for n in gm.graph.nodes if n in images and _name(n) == "group_norm" and _example(n).dim() == 4]
+    norms = [n for n in gm.graph.nodes if n in images and _name(n) in _COPYING_NORMS and _example(n).dim() == 4]
     edits |= dict.fromkeys(norms, _norm_in_channels_last)
     inputs = {x for n in norms if (x := _given(n, 0, "input")) in images and x not in edits}
     if inputs:  # also what else reads them, such as the sum behind the block
@@ -303,8 +305,8 @@ def _in_channels_last(graph: Graph, made: dict[Node, Node], n: Node) -> Node:
 
 
 def _norm_in_channels_last(graph: Graph, made: dict[Node, Node], n: Node) -> Node:
-    """Let readers of a group norm read it in channels-last, and so what is behind its gradient: on GPUs eager copies images to
-    planes for it, and its kernels leave them so."""
+    """Let readers of a group or instance norm read it in channels-last, and so what is behind its gradient: on GPUs eager copies
+    images to planes for it, and its kernels leave them so."""
     norm, image = made[n], _given(made[n], 0, "input")
     with graph.inserting_before(norm):
         norm.replace_input_with(image, graph.call_function(channels_last_gradient, (image,)))

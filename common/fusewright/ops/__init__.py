@@ -77,11 +77,14 @@ OPS: Mapping[str, Op] = _Table(ROWS)
 
 @dataclass(frozen=True)
 class _Entry:
-    """What is known of an overload: its schema, its row, and its adapter if it is an alias."""
+    """What is known of an overload: its schema, and its row, or as an alias the rows that cover its calls, with adapters."""
 
-    op: Op
     params: tuple[Param, ...]
-    adapter: Adapter | None = None
+    rows: tuple[tuple[Op, Adapter | None], ...]
+
+    @property
+    def op(self) -> Op:
+        return self.rows[0][0]
 
 
 def _key(target: Overload) -> str:
@@ -90,8 +93,9 @@ def _key(target: Overload) -> str:
     return name.removesuffix(".default")
 
 
-_BY_NAME: dict[str, tuple[Op, Adapter | None]] = {a.qualname: (OPS[a.op], a.adapter) for a in ALIASES}
-_BY_NAME.update({op.qualname: (op, None) for op in ROWS})
+_BY_NAME: dict[str, list[tuple[Op, Adapter | None]]] = {op.qualname: [(op, None)] for op in ROWS}
+for _a in ALIASES:
+    _BY_NAME.setdefault(_a.qualname, []).append((OPS[_a.op], _a.adapter))
 PACKETS: frozenset[str] = frozenset(name.partition(".")[0] for name in _BY_NAME)
 """Operators of the opset without their overloads: "aten::add"."""
 _ENTRIES: dict[Overload, _Entry | None] = {}
@@ -100,20 +104,20 @@ _ENTRIES: dict[Overload, _Entry | None] = {}
 def _entry(target: Overload) -> _Entry | None:
     if target not in _ENTRIES:
         found = _BY_NAME.get(_key(target))
-        if found is not None and not found[0].available:
+        if found is not None and not found[0][0].available:
             return None  # for now: a package imported later may define what the row needs
-        _ENTRIES[target] = None if found is None else _Entry(found[0], params_of(target), found[1])
+        _ENTRIES[target] = None if found is None else _Entry(params_of(target), tuple(found))
     return _ENTRIES[target]
 
 
 def find(target: Overload) -> Op | None:
     """The row whose canonical overload is `target`."""
     entry = _entry(target)
-    return entry.op if entry is not None and entry.adapter is None else None
+    return entry.op if entry is not None and entry.rows[0][1] is None else None
 
 
 def row_of(target: Overload) -> Op | None:
-    """The row that `canonical` returns for a call of `target`, if any."""
+    """The row that `canonical` returns for a call of `target`, or the first of those, if any."""
     entry = _entry(target)
     return None if entry is None else entry.op
 
@@ -129,15 +133,13 @@ def canonical(
     entry = _entry(target)
     if entry is None:
         return None
-    bound: dict[str, Any] | None = bind(entry.params, args, kwargs)
-    op = entry.op
-    if entry.adapter is not None:
-        bound = entry.adapter(bound or {})
-        if bound is None:
-            return None
-        bound = bind(op.params, (), bound)
-    assert bound is not None
-    return op, *unbind(op.params, bound)
+    bound = bind(entry.params, args, kwargs)
+    for op, adapter in entry.rows:
+        if adapter is None:
+            return op, *unbind(op.params, bound)
+        if (adapted := adapter(bound)) is not None:
+            return op, *unbind(op.params, bind(op.params, (), adapted))
+    return None
 
 
 def saved_dtypes(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.dtype]:

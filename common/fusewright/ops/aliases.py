@@ -54,6 +54,12 @@ def _inference_batch_norm(a: Args) -> dict[str, Any] | None:
     return {k: v for k, v in a.items() if k != "training"}
 
 
+def _batch_norm_without_statistics(a: Args) -> dict[str, Any] | None:
+    if not a["training"] or a["running_mean"] is not None or a["running_var"] is not None:
+        return None
+    return {k: v for k, v in a.items() if k not in ("running_mean", "running_var")}
+
+
 def _conv(a: Args) -> dict[str, Any] | None:
     if isinstance(a["padding"], str):
         return None
@@ -143,6 +149,7 @@ ALIASES: tuple[Alias, ...] = (
     alias("softmax.int", "softmax", _softmax),
     alias("log_softmax.int", "log_softmax", _softmax),
     alias("native_batch_norm", "batch_norm", _inference_batch_norm),
+    alias("native_batch_norm", "batch_norm_no_stats", _batch_norm_without_statistics),
     *(alias(f"conv{n}d", "conv", _conv) for n in (1, 2, 3)),
     alias("conv_transpose1d", "conv", _conv_transpose),
     alias("conv_transpose2d.input", "conv", _conv_transpose),

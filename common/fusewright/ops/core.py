@@ -81,6 +81,9 @@ class Op:
     """Outputs whose dtype FakeTensor may get wrong; trust the rule, not `meta["val"]`."""
     activation: bool = field(compare=False, repr=False, default=False)
     """Whether it is a composite whose elements each depend on one element of its only tensor."""
+    opened: bool = field(compare=False, repr=False, default=False)
+    """Whether it is a composite whose primitives, as kernels, are as fast as eager's own call or faster, so that a backend with no
+    kernel for the whole takes them and does not carry it."""
 
     @cached_property
     def target(self) -> Overload:
@@ -186,7 +189,8 @@ def row(
     decompose: Callable[..., Any] | None = None,
     fake_differs: tuple[int, ...] = (),
     activation: bool = False,
+    opened: bool = False,
 ) -> Op:
     """Declare a row. Unless given, the source of its definition is ATen's own documentation of the op."""
     source = source or f"ATen {qualname.partition('::')[2].partition('.')[0]}"
-    return Op(name, kind, qualname, dtype_rule, shape_rule, reference, doc, source, decompose, fake_differs, activation)
+    return Op(name, kind, qualname, dtype_rule, shape_rule, reference, doc, source, decompose, fake_differs, activation, opened)

@@ -157,12 +157,13 @@ def range_dtype(a: Args) -> tuple[torch.dtype]:
     return (a["dtype"] or (torch.int64 if whole else torch.get_default_dtype()),)
 
 
-def norm_stats(input_: str = "input", weight_: str = "weight", wide: bool = True) -> DtypeRule:
-    """The dtypes of a norm's mean and reciprocal standard deviation: on a CPU that of its weights, elsewhere that of its input, or
-    with `wide` fp32 for half types."""
+def norm_stats(*weights: str, wide: bool = True) -> DtypeRule:
+    """The dtypes of a norm's mean and reciprocal standard deviation: on a CPU that of its weights (the first given), elsewhere that
+    of its input, or with `wide` fp32 for half types."""
+    names = weights or ("weight",)
 
     def rule(a: Args) -> tuple[torch.dtype, torch.dtype]:
-        x, w = a[input_], a[weight_]
+        x, w = a["input"], next((a[n] for n in names if a[n] is not None), None)
         if device_type(x) == "cpu":
             d = x.dtype if w is None else w.dtype
         else:

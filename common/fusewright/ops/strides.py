@@ -137,11 +137,18 @@ def _copied(name: str) -> Rule:
 
 
 def _padded(a: Args) -> tuple[torch.Tensor | None, ...]:
-    """Two padded dimensions: the layout suggested by the input. torch's rule in 2.11 says contiguous."""
-    x, (left, right, top, bottom) = a["self"], a["padding"]
-    rows, columns = x.shape[-2] + top + bottom, x.shape[-1] + left + right
-    how = torch.channels_last if x.dim() == 4 and _like_channels_last(x) else torch.contiguous_format
-    return (torch.empty(*x.shape[:-2], rows, columns, device=x.device, memory_format=how),)
+    """The layout suggested by the input. torch's rule in 2.11 says contiguous."""
+    x, shape, pad = a["self"], list(a["self"].shape), a["padding"]
+    for i in range(len(pad) // 2):
+        shape[-1 - i] = shape[-1 - i] + pad[2 * i] + pad[2 * i + 1]
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    how = formats[x.dim()] if x.dim() in formats and _like_channels_last(x) else torch.contiguous_format
+    return (torch.empty(shape, device=x.device, memory_format=how),)
+
+
+def _of_prelu(a: Args) -> tuple[torch.Tensor | None, ...]:
+    made = aten.addcmul.default(*(_operand(a[n]) for n in ("self", "weight", "grad_output")))
+    return made, made
 
 
 def _kept(a: Args) -> tuple[torch.Tensor | None, ...]:
@@ -165,7 +172,9 @@ RULES: dict[str, Rule] = {
     ),
     "scalar_pow": _contiguous("exponent"),
     **{n: _copied("self") for n in ("slice_scatter", "select_scatter", "diagonal_scatter")},
-    **{n: _on_cpu(_padded, "self") for n in ("reflection_pad2d", "replication_pad2d")},
+    **{f"{kind}_pad{n}d": _on_cpu(_padded, "self") for kind in ("reflection", "replication") for n in (2, 3)},
+    **{f"{kind}_pad{n}d_backward": _on_cpu(_suggested("self"), "self") for kind in ("reflection", "replication") for n in (2, 3)},
+    "prelu_backward": _of_prelu,
     "any": _kept,
     "all": _kept,
     "index_fill": _cloned("self"),
@@ -173,7 +182,7 @@ RULES: dict[str, Rule] = {
     "smooth_l1_loss_backward": _contiguous("self"),
     "roll": _on_cpu(_suggested("self"), "self"),
     "batch_norm": _on_cpu(_suggested("input"), "input"),
-    "batch_norm_train": _on_cpu(_suggested("input"), "input"),
+    **dict.fromkeys(("batch_norm_train", "batch_norm_no_stats"), _on_cpu(_suggested("input"), "input")),
     "batch_norm_backward": _by_device("input", cpu=_suggested("input"), cuda=_cuda_batch_norm_backward),
     "group_norm_backward": _on_cpu(_suggested("input"), "input"),
     "weight_norm": _on_cpu(lambda a: (*_contiguous("v")(a), a["g"]), "v"),

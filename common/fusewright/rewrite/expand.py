@@ -1,4 +1,5 @@
-"""Expand composites on claim: only if a backend rejects the whole but takes every primitive in it."""
+"""Expand composites on claim: only if a backend rejects the whole, or would carry one that is better opened, but takes every
+primitive in it."""
 
 from __future__ import annotations
 
@@ -60,7 +61,9 @@ def _openable(
     traced: dict[Any, Graph | None] = {}
     for node in candidates:
         view = views[node]
-        if ask(backend, view, node).why is not Why.NO_LOWERING:
+        why, row = ask(backend, view, node).why, ops.find(node.target)
+        assert row is not None
+        if why is not Why.NO_LOWERING and not (why is Why.CARRIED and row.opened):
             continue
         key = (view.op, tuple((v.spec, v.dim) for v in view.inputs()), _given(node))
         if key not in traced:
@@ -103,7 +106,9 @@ def _traced_if_claimed(node: Node, backend: Backend, phase: Phase) -> Graph | No
     if any(n.target is node.target for n in views):
         return None
     asked = {n: v for n, v in views.items() if not _is_size(v)}
-    return inside if asked and all(ask(backend, v, n) for n, v in asked.items()) else None
+    verdicts = [ask(backend, v, n) for n, v in asked.items()]
+    taken = all(verdicts) and not (row.opened and any(v.why is Why.CARRIED for v in verdicts))
+    return inside if asked and taken else None
 
 
 def _is_size(op: OpView) -> bool:

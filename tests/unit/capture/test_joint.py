@@ -191,13 +191,16 @@ def test_a_bound_that_rounds_is_compared_with_the_input() -> None:
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-def test_a_group_norm_saves_the_image_and_not_its_copy() -> None:
-    """Eager copies images to planes for it on GPUs; here the copy is written out."""
+@pytest.mark.parametrize("kind", ["group", "instance"])
+def test_a_norm_saves_the_image_and_not_its_copy(kind: str) -> None:
+    """Eager copies images to planes for a group norm on GPUs, here the copy is written out; for an instance norm everywhere."""
     found, backend = traced()
     image = torch.randn(2, 8, 4, 4).to(memory_format=torch.channels_last).requires_grad_()
     weight = torch.rand(8, requires_grad=True)
 
     def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        if kind == "instance":
+            return F.instance_norm(x.half().float(), weight=weight, bias=weight)
         return F.group_norm(x.half().float().contiguous(), 2, weight)
 
     results = [f(image, weight) for f in (norm, torch.compile(norm, backend=backend))]

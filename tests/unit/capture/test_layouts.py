@@ -140,11 +140,12 @@ def test_what_strides_mean_something_to_is_left_alone(then: Callable[..., Any]) 
     assert not run(Images(then))[0]
 
 
-def test_group_norms_leave_images_channels_last() -> None:
+@pytest.mark.parametrize("norm", [nn.GroupNorm(2, 8), nn.InstanceNorm2d(8, affine=True), nn.InstanceNorm2d(8)], ids=str)
+def test_norms_that_copy_leave_images_channels_last(norm: nn.Module) -> None:
     """Behind the norm, and behind its gradient."""
     torch.manual_seed(1)
     module, laid = Images(lambda x: x), list[Any]()
-    module.norm = nn.GroupNorm(2, 8)  # type: ignore[assignment]
+    module.norm = norm  # type: ignore[assignment]
     wanted, gradients = eager(module)
     rewritten, results, found = run(module)
     assert rewritten
@@ -158,8 +159,8 @@ def test_group_norms_leave_images_channels_last() -> None:
     torch._dynamo.reset()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         torch.compile(module, backend=backend)(torch.randn(2, 4, 9, 9))
-    (norm,) = (n for n in laid[0].graph.nodes if "group_norm" in str(n.target))
-    (copy,) = norm.users
+    (made,) = (n for n in laid[0].graph.nodes if getattr(n.target, "__name__", "") in ("group_norm", "instance_norm"))
+    (copy,) = made.users
     assert copy.target == "contiguous" and copy.kwargs == {"memory_format": LAST}
     image = torch.randn(2, 8, 4, 4, requires_grad=True)
     (gradient,) = torch.autograd.grad(layouts.channels_last_gradient(image).sum(), image)

@@ -78,6 +78,24 @@ def test_constants_inside_an_opened_composite_are_found() -> None:
     assert len(opened.nodes) > len(graph.nodes) and [str(n.target) for n in made] == ["aten.mul.Tensor"]
 
 
+class Carrying(Opening):
+    """Has no kernel for two composites, and calls of its library for both."""
+
+    def supports(self, op: OpView) -> Verdict:
+        wholes = ("reflection_pad1d_backward", "pixel_shuffle")
+        return Verdict(Why.CARRIED, "as a whole") if op.op in wholes else FusedBackend.supports(self, op)
+
+
+def test_what_would_be_carried_is_opened_only_if_its_row_says_so() -> None:
+    graph = parse(
+        "%0: f32[2,8] = input('g')\n%1: f32[2,4] = input('x')\n%2: f32[1,4,2,2] = input('y')\n"
+        "%3: f32[2,4] = reflection_pad1d_backward(%0, %1, [2, 2])\n%4: f32[1,1,4,4] = pixel_shuffle(%2, 2)\nreturn [%3, %4]\n"
+    )
+    opened, _ = expand.on_claim(graph, find(graph, frozenset(), "infer"), Carrying(), {}, "infer")
+    left = [str(n.target) for n in opened.nodes if n.op == "call_function"]
+    assert "aten.pixel_shuffle.default" in left and not any("reflection" in name for name in left)
+
+
 class Products(Opening):
     """Takes matrix products and ops around them, but neither linear layers nor attention as a whole, and no sizes."""
 

@@ -84,6 +84,14 @@ REWRITES: dict[str, tuple[str, str]] = {
         "%3: f32[2,3] = slice_scatter(%0, %2, 1, 0, 9, 1)\nreturn [%3]\n",
         X + "%1: f32[3] = input('y')\n%2: f32[2,3] = select_scatter(%0, %1, 0, 1)\nreturn [%2]\n",
     ),
+    "empty.scattered": (
+        "%0: f32[2,2] = input('x')\n"
+        "%1: f32[2,3] = new_empty(%0, [2, 3], dtype=torch.float32, layout=torch.strided, device=cpu, pin_memory=False)\n"
+        "%2: f32[2,3] = slice_scatter(%1, %0, 1, 0, 2, 1)\nreturn [%2]\n",
+        "%0: f32[2,2] = input('x')\n"
+        "%1: f32[2,3] = full([2, 3], 0, dtype=torch.float32, layout=torch.strided, device=cpu, pin_memory=False)\n"
+        "%2: f32[2,3] = slice_scatter(%1, %0, 1, 0, 2, 1)\nreturn [%2]\n",
+    ),
     "mul.one": (
         X + "%1: f32[2,3] = mul(%0, 1)\n%2: f32[2,3] = relu(%1)\nreturn [%2]\n",
         X + "%1: f32[2,3] = relu(%0)\nreturn [%1]\n",
@@ -156,6 +164,11 @@ KEPT: dict[str, list[str]] = {
         # other strides
         "%0: f32[2,3] = input('x')\n%1: f32[2,3]{1,2} = input('y')\n%2: f32[2,3] = slice_scatter(%0, %1, 1, 0, 3, 1)\n"
         "%3: f32[2,3] = relu(%2)\nreturn [%3]\n",
+    ],
+    "empty.scattered": [
+        "%0: f32[2,3] = input('x')\n"
+        "%1: f32[2,3] = new_empty(%0, [2, 3], dtype=torch.float32, layout=torch.strided, device=cpu, pin_memory=False)\n"
+        "%2: f32[2,3] = slice_scatter(%0, %1, 1, 0, 3, 1)\nreturn [%2, %1]\n",
     ],
     "mul.one": [
         X + "%1: f32[2,3] = mul(%0, 1)\nreturn [%1]\n",  # an output of its own

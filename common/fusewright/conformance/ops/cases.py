@@ -26,6 +26,7 @@ from fusewright.conformance.ops.samples import (
     batch_norm,
     c,
     given,
+    grown,
     group_norm,
     index,
     mask,
@@ -48,6 +49,9 @@ IMAGE = t(2, 4, 6, 6)
 LAST = t(2, 4, 6, 6, channels_last=True)
 VOLUME = t(2, 3, 5, 6, 7)
 HALF_IMAGE, WEIGHT = t(2, 4, 6, 6, dtype=BF16), t(4, dtype=F32, low=0.5, high=2)
+PADDED = {1: (t(2, 4, 6), t(4, 6)), 2: (IMAGE, LAST), 3: (VOLUME,)}
+PADS = {1: [2, 3], 2: [1, 2, 0, 1], 3: [2, 1, 0, 2, 1, 3]}
+"""Amounts in front and behind, of the last dimension first."""
 HEADS = (t(2, 4, 5, 8), t(2, 4, 7, 8), t(2, 4, 7, 8))
 
 Q_OUTPUTS: tuple[tuple[Any, ...], ...] = (
@@ -224,8 +228,11 @@ CASES: Cases = {
     "cat": (c([X, t(2, 4)]), c([X, t(3, 2)], -1), c([X, t(3, 4, dtype=F64)], 0), c([t(0), X])),
     "stack": (c([X, Y]), c([X, Y], -1)),
     "constant_pad_nd": (c(X, [1, 2]), c(X, [1, -1, 2, 0], 3)),
-    "reflection_pad2d": (c(IMAGE, [1, 2, 0, 1]),),
-    "replication_pad2d": (c(IMAGE, [1, 2, 0, 1]),),
+    **{
+        f"{kind}_pad{n}d": tuple(c(x, PADS[n]) for x in PADDED[n])
+        for kind in ("reflection", "replication")
+        for n in (1, 2, 3)
+    },
     "roll": (c(X, [1], [1]), c(X, [1, 2], [0, 1]), c(X, [3]), c(t(), [3])),
     "flip": (c(X, [0]), c(X, [0, -1])),
     "repeat": (c(X, [2, 1, 3]),),
@@ -356,6 +363,11 @@ CASES: Cases = {
         c(IMAGE, t(4), t(4), t(4), t(4, low=0.5, high=2), True, 0.1, 1e-5),
         c(HALF_IMAGE, WEIGHT, WEIGHT, WEIGHT, WEIGHT, True, 0.1, 1e-5),
         c(HALF_IMAGE, None, None, WEIGHT, WEIGHT, True, 0.1, 1e-5),
+    ),
+    "batch_norm_no_stats": (
+        c(IMAGE, t(4), t(4), True, 0.1, 1e-5),
+        c(t(1, 8, 6, 6), None, None, True, 0.1, 1e-5),
+        c(HALF_IMAGE, WEIGHT, WEIGHT, True, 0.1, 1e-5),
     ),
     "weight_norm": (c(t(3, 4, 5), t(3, 1, 1), 0), c(t(3, 4, 5), t(1, 1, 5), 2)),
     "log_sigmoid": (c(X),),
@@ -494,6 +506,7 @@ CASES: Cases = {
     "threshold_backward": (c(X, Y, 0),),
     "hardtanh_backward": (c(X, Y, -0.5, 0.5),),
     "leaky_relu_backward": (c(X, Y, 0.1, False),),
+    "prelu_backward": (c(X, Y, t(1, 4)), c(t(8), SPECIAL, t(8))),
     "elu_backward": (c(X, 1.0, 1.0, 1.0, False, Y), c(X, 1.0, 1.0, 1.0, True, UNIT)),
     "softplus_backward": (c(X, Y, 1, 20),),
     "glu_backward": (c(t(3, 2), X, -1),),
@@ -506,8 +519,10 @@ CASES: Cases = {
     ),
     "rms_norm_backward": (c(X, Y, [4], t(3, 1, low=0.5, high=2), V, [True, True]),),
     "group_norm_backward": (saved(group_norm, IMAGE, IMAGE, t(4)),),
-    "batch_norm_backward": tuple(
-        saved(batch_norm(train), IMAGE, IMAGE, t(4), t(4), t(4, low=0.5, high=2)) for train in (True, False)
+    "batch_norm_backward": (
+        *(saved(batch_norm(train), IMAGE, IMAGE, t(4), t(4), t(4, low=0.5, high=2)) for train in (True, False)),
+        saved(batch_norm(True), IMAGE, IMAGE, t(4), None, None),
+        saved(batch_norm(True), IMAGE, IMAGE, None, None, None),
     ),
     "conv_backward": (
         c(
@@ -560,6 +575,15 @@ CASES: Cases = {
     "upsample_nearest2d_backward": (c(t(2, 4, 12, 12), [12, 12], [2, 4, 6, 6], None, None),),
     "upsample_bilinear2d_backward": (c(t(2, 4, 12, 12), [12, 12], [2, 4, 6, 6], False, None, None),),
     "upsample_bicubic2d_backward": (c(t(2, 4, 12, 12), [12, 12], [2, 4, 6, 6], False, None, None),),
+    **{
+        f"{kind}_pad{n}d_backward": tuple(c(t(*grown(x.shape, PADS[n])), x, PADS[n]) for x in PADDED[n])
+        for kind in ("reflection", "replication")
+        for n in (1, 2, 3)
+    },
+    "replication_pad2d_backward": (
+        c(t(2, 4, 7, 9), IMAGE, [1, 2, 0, 1]),
+        c(t(2, 4, 26, 26), IMAGE, [10, 10, 10, 10]),
+    ),
     "select_backward": (c(V, [3, 4], 0, 1),),
     "slice_backward": (c(t(3, 2), [3, 4], 1, 0, 4, 2),),
     "unfold_backward": (c(t(3, 3, 2), [3, 4], 1, 2, 1),),

@@ -63,6 +63,12 @@ def index(*shape: int, size: int) -> T:
     return T(shape, I64, 0, size)
 
 
+def grown(shape: Sequence[int], pads: Sequence[int]) -> tuple[int, ...]:
+    """The shape after a padding by amounts in front and behind, of the last dimension first."""
+    pairs = [sum(pads[k : k + 2]) for k in range(0, len(pads), 2)]
+    return tuple(n + more for n, more in zip(shape, (*[0] * (len(shape) - len(pairs)), *reversed(pairs)), strict=True))
+
+
 def mask(*shape: int) -> T:
     return T(shape, BOOL)
 
@@ -115,7 +121,7 @@ def group_norm(grad: Any, x: Any, w: Any) -> list[Any]:
 
 def batch_norm(train: bool) -> Callable[..., list[Any]]:
     def finish(grad: Any, x: Any, w: Any, mean: Any, var: Any) -> list[Any]:
-        _, m, r, *_ = aten._native_batch_norm_legit_functional(x, w, None, mean, var, train, 0.1, 1e-5)
+        _, m, r, *_ = aten.native_batch_norm(x, w, None, mean, var, train, 0.1, 1e-5)
         return [grad, x, w, mean, var, m, r, train, 1e-5, [True, True, True]]
 
     return finish

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 
 from fusewright.ops.semantics import composite as m
 from fusewright.ops.semantics import norm as nm
@@ -75,6 +76,10 @@ def hardsigmoid_backward(grad: Any, x: Any) -> Any:
 
 def leaky_relu_backward(grad: Any, x: Any, negative_slope: Any, self_is_result: bool) -> Any:
     return torch.where(x > 0, grad, grad * negative_slope)
+
+
+def prelu_backward(grad: Any, x: Any, weight: Any) -> tuple[Any, Any]:
+    return torch.where(x > 0, grad, weight * grad), torch.where(x > 0, 0.0, x * grad)
 
 
 def elu_backward(grad: Any, alpha: Any, scale: Any, input_scale: Any, is_result: bool, x: Any) -> Any:
@@ -300,6 +305,40 @@ def resize_backward(name: str) -> Callable[..., Any]:
         return _one(lambda t: forward(t, output_size, *args), x, grad)
 
     return reference
+
+
+def pad_backward(mode: str) -> Callable[..., Any]:
+    """Gradient of a padding that repeats the image."""
+
+    def reference(grad: Any, x: Any, padding: Any) -> Any:
+        return _one(lambda t: F.pad(t, list(padding), mode=mode), x, grad)
+
+    return reference
+
+
+def reflection_backward(grad: Any, x: Any, padding: Any) -> Any:
+    """Along each dimension the padding in front and behind is mirrored, and added to the elements next to the edges."""
+    return _folded(grad, x, padding, lambda p, d: (p.flip(d), 1))
+
+
+def replication_backward(grad: Any, x: Any, padding: Any) -> Any:
+    """Along each dimension the padding in front and behind is added up, and these sums to the edges."""
+    return _folded(grad, x, padding, lambda p, d: (p.sum(d, True), 0))
+
+
+def _folded(grad: Any, x: Any, padding: Any, fold: Callable[[Any, int], tuple[Any, int]]) -> Any:
+    """Add what `fold` makes of the padding in front and behind, with its distance from the edge."""
+    g = m.widened(grad)
+    for i in range(len(padding) // 2):
+        (before, behind), d, n = padding[2 * i : 2 * i + 2], x.dim() - 1 - i, x.shape[x.dim() - 1 - i]
+        middle = g.narrow(d, before, n)
+        for front, size, at in ((True, before, 0), (False, behind, before + n)):
+            if size:
+                piece, gap = fold(g.narrow(d, at, size), d)
+                rest = n - piece.shape[d] - gap
+                middle = middle + torch.constant_pad_nd(piece, [0, 0] * i + ([gap, rest] if front else [rest, gap]))
+        g = middle
+    return g.to(grad.dtype)
 
 
 def select_backward(grad: Any, input_sizes: Any, dim: int, index: Any) -> Any:

@@ -154,19 +154,35 @@ def batch_norm_train_ref(
     if not training:
         normed = batch_norm_ref(x, weight, bias, running_mean, running_var, momentum, eps)
         return *normed, running_mean.clone(), running_var.clone()
-    dims, rank = [d for d in range(x.dim()) if d != 1], max(x.dim(), 2)
-    mean = x.mean(dims)
-    var = ((x - per_channel(mean, rank)) ** 2).mean(dims)
-    rstd = 1 / torch.sqrt(var + eps)
-    out = affine(
-        (x - per_channel(mean, rank)) * per_channel(rstd, rank),
-        per_channel(weight, rank),
-        per_channel(bias, rank),
-    )
+    out, mean, var = _by_batch(x, weight, bias, eps)
     count = x.numel() // x.shape[1]
     new_mean = running_mean + momentum * (mean - running_mean)
     new_var = running_var + momentum * (var * count / (count - 1) - running_var)
-    return out, mean, rstd, new_mean, new_var
+    return out, mean, 1 / torch.sqrt(var + eps), new_mean, new_var
+
+
+def _by_batch(x: Any, weight: Any, bias: Any, eps: float) -> tuple[Any, Any, Any]:
+    """Return `x` normalised by its own statistics, its mean and its biased variance."""
+    dims, rank = [d for d in range(x.dim()) if d != 1], max(x.dim(), 2)
+    mean = x.mean(dims)
+    var = ((x - per_channel(mean, rank)) ** 2).mean(dims)
+    normed = (x - per_channel(mean, rank)) * per_channel(1 / torch.sqrt(var + eps), rank)
+    return affine(normed, per_channel(weight, rank), per_channel(bias, rank)), mean, var
+
+
+def batch_norm_no_stats_ref(
+    x: Any, weight: Any, bias: Any, training: bool, momentum: float, eps: float
+) -> tuple[Any, Any, Any]:
+    out, mean, var = _by_batch(x, weight, bias, eps)
+    return out, mean, 1 / torch.sqrt(var + eps)
+
+
+def batch_norm_no_stats(
+    x: Any, weight: Any, bias: Any, training: bool, momentum: float, eps: float
+) -> tuple[Any, Any, Any]:
+    out, mean, rstd = batch_norm_no_stats_ref(widened(x), weight, bias, training, momentum, eps)
+    stats = _stats_dtype(x, weight)
+    return out.to(x.dtype), mean.to(stats), rstd.to(stats)
 
 
 def batch_norm_train(

@@ -93,9 +93,21 @@ def weight_norm_grad_shapes(a: Args) -> tuple[Shape, Shape]:
     return tuple(a["saved_v"].shape), tuple(a["saved_g"].shape)
 
 
-def _grad_of_input(name: str, reference: Any, doc: str, qualname: str = "") -> Op:
+def prelu_grad_shapes(a: Args) -> tuple[Shape, Shape]:
+    """Twice the broadcast shape of input and weight."""
+    (s,) = sh.broadcast("grad_output", "self", "weight")(a)
+    return s, s
+
+
+def prelu_grad_dtypes(a: Args) -> tuple[torch.dtype, torch.dtype]:
+    """Twice the dtype of the input."""
+    return a["self"].dtype, a["self"].dtype
+
+
+def _grad_of_input(name: str, reference: Any, doc: str, qualname: str = "", opened: Any = None) -> Op:
+    """A row; `opened` computes it in primitives."""
     q = f"aten::{qualname or name}"
-    return _op(name, q, _GRAD, sh.SAME, reference, doc)
+    return _op(name, q, _GRAD, sh.SAME, reference, doc, "", opened, opened=opened is not None)
 
 
 def _resize_grad(name: str, doc: str, decompose: Callable[..., Any] | None = None) -> Op:
@@ -105,7 +117,7 @@ def _resize_grad(name: str, doc: str, decompose: Callable[..., Any] | None = Non
 SAVED: dict[str, tuple[tuple[str, str], DtypeRule]] = {
     "layer_norm_backward": (("mean", "rstd"), dt.norm_stats()),
     "group_norm_backward": (("mean", "rstd"), dt.norm_stats(wide=False)),
-    "batch_norm_backward": (("save_mean", "save_invstd"), dt.norm_stats(weight_="running_mean")),
+    "batch_norm_backward": (("save_mean", "save_invstd"), dt.norm_stats("running_mean", "weight")),
 }
 """Arguments saved by a forward, and their real dtypes (see `Op.fake_differs`)."""
 
@@ -122,6 +134,8 @@ ROWS: tuple[Op, ...] = (
     _elementwise("hardswish_backward", b.hardswish_backward, "gradient of hardswish"),
     _elementwise("hardsigmoid_backward", b.hardsigmoid_backward, "gradient of hardsigmoid"),
     _elementwise("leaky_relu_backward", b.leaky_relu_backward, "gradient of leaky_relu"),
+    _op("prelu_backward", "aten::_prelu_kernel_backward", prelu_grad_dtypes, prelu_grad_shapes, b.prelu_backward,
+        "gradients of prelu by input and weight, before it broadcast", "", torch_decomposition("aten::_prelu_kernel_backward")),
     _elementwise("elu_backward", b.elu_backward, "gradient of elu", "self_or_result"),
     _elementwise("softplus_backward", b.softplus_backward, "gradient of softplus"),
     _op("glu_backward", "aten::glu_backward", _GRAD, sh.SAME, b.glu_backward, "gradient of glu", "",
@@ -172,6 +186,10 @@ ROWS: tuple[Op, ...] = (
     _resize_grad("upsample_nearest2d_backward", "gradient of upsample_nearest2d", resize.nearest2d_backward),
     _resize_grad("upsample_bilinear2d_backward", "gradient of upsample_bilinear2d", resize.bilinear2d_backward),
     _resize_grad("upsample_bicubic2d_backward", "gradient of upsample_bicubic2d"),
+    *(_grad_of_input(f"reflection_pad{n}d_backward", b.pad_backward("reflect"), f"gradient of reflection_pad{n}d",
+        opened=b.reflection_backward) for n in (1, 2, 3)),
+    *(_grad_of_input(f"replication_pad{n}d_backward", b.pad_backward("replicate"), f"gradient of replication_pad{n}d",
+        opened=b.replication_backward) for n in (1, 2, 3)),
     _op("select_backward", "aten::select_backward", _GRAD, sh.attr_shape("input_sizes"), b.select_backward,
         "zeros with the gradient at one index of dim", "", torch_decomposition("aten::select_backward")),
     _op("slice_backward", "aten::slice_backward", _GRAD, sh.attr_shape("input_sizes"), b.slice_backward,

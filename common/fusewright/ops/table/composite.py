@@ -70,6 +70,12 @@ def bn_train_shapes(a: Args) -> tuple[Shape, ...]:
     return (tuple(a["input"].shape), batch, batch, channels, channels)
 
 
+def bn_batch_shapes(a: Args) -> tuple[Shape, Shape, Shape]:
+    """The input's shape, and [C] twice."""
+    channels = tuple(a["input"].shape[1:2])
+    return tuple(a["input"].shape), channels, channels
+
+
 def rms_shapes(a: Args) -> tuple[Shape, Shape]:
     """The input's shape, and the shape of the reciprocal root mean square."""
     return sh.norm_shapes(a)[:2]
@@ -95,7 +101,7 @@ def pointwise_loss_shape(a: Args) -> tuple[Shape]:
 _SELF_INT64 = dt.dtypes(dt.SELF, dt.INT64)
 _NORM = dt.dtypes(dt.INPUT, dt.norm_stats())
 _GROUP_NORM = dt.dtypes(dt.INPUT, dt.norm_stats(wide=False))
-_BATCH_NORM = dt.dtypes(dt.INPUT, dt.norm_stats(weight_="running_mean"))
+_BATCH_NORM = dt.dtypes(dt.INPUT, dt.norm_stats("running_mean"))
 
 # On a CPU a half input with fp32 weights has fp32 statistics; FakeTensor says half.
 _STATISTICS = (1, 2)
@@ -134,6 +140,9 @@ ROWS: tuple[Op, ...] = (
     _op("batch_norm_train", "aten::_native_batch_norm_legit_functional", bn_train_dtypes, bn_train_shapes,
         nm.batch_norm_train_ref, "normalised by batch statistics; mean; rstd; new running mean and variance",
         "Ioffe & Szegedy, arXiv:1502.03167", nm.batch_norm_train, fake_differs=(1, 2, 3, 4)),
+    _op("batch_norm_no_stats", "aten::_native_batch_norm_legit.no_stats", _NORM, bn_batch_shapes,
+        nm.batch_norm_no_stats_ref, "normalised by batch statistics, of which none are kept; mean; rstd",
+        "Ioffe & Szegedy, arXiv:1502.03167; Ulyanov et al., arXiv:1607.08022", nm.batch_norm_no_stats, fake_differs=_STATISTICS),
     _op("weight_norm", "aten::_weight_norm_interface", nm.weight_norm_dtypes, nm.weight_norm_shapes,
         nm.weight_norm_ref, "v * g / |v|, norms along all dimensions but dim; the norms",
         "Salimans & Kingma, arXiv:1602.07868", nm.weight_norm),

@@ -133,6 +133,12 @@ def _prelu(b: Builder, op: OpView, x: Val, weight: Val) -> Val:
     return b.where(x > 0, x, x * weight)
 
 
+def _prelu_backward(e: Evaluator, op: OpView, k: int, at: At) -> Val:
+    t = out_type(op)
+    g, x, weight = (e(op.arg(n), at, t) for n in ("grad_output", "self", "weight"))
+    return e.b.where(x > 0, 0, x * g) if k else e.b.where(x > 0, g, weight * g)
+
+
 def _one_type(op: OpView) -> str | None:
     weight, x = op.arg("weight").spec, op.arg("self").spec
     return None if weight.dtype == x.dtype else "a weight of another type"
@@ -162,6 +168,7 @@ TABLE: Table = {
         "log_sigmoid": Map(_log_sigmoid, cost=40),
         "threshold": formula(_threshold, *_X, kinds="number"),
         "prelu": formula(_prelu, "self", "weight", kinds="float", check=_one_type),
+        "prelu_backward": Map(_prelu_backward, _one_type),
         "gelu_backward": formula(_gelu_backward, *_GX, kinds="float", cost=50),
         "silu_backward": formula(_silu_backward, *_GX, kinds="float", cost=26),
         "mish_backward": formula(_mish_backward, *_GX, kinds="float", cost=80),

@@ -183,7 +183,7 @@ def _edge_pad(clip: Callable[[Evaluator, Val, Extent], Val]) -> Callable[[Evalua
     def run(e: Evaluator, op: OpView, k: int, at: At) -> Val:
         x, pad = op.arg("self"), op.arg("padding")
         shape, dims = shape_of(x.spec), list(at.dims)
-        for i in range(2):
+        for i in range(len(pad) // 2):
             d = len(shape) - 1 - i
             p = clip(e, e.position(dims[d] - pad[2 * i]), shape[d])
             dims[d] = e.b.indirect(p)
@@ -489,8 +489,8 @@ TABLE: Table = {
         "cat": Map(_cat, _few, cost=6),
         "stack": Map(_stack, _few, cost=6),
         "constant_pad_nd": Map(_pad, _plain_pad, cost=4),
-        "reflection_pad2d": Map(_edge_pad(_reflect), _plain_pad, cost=16),
-        "replication_pad2d": Map(_edge_pad(_replicate), _plain_pad, cost=16),
+        **{f"reflection_pad{n}d": Map(_edge_pad(_reflect), _plain_pad, cost=8 * n) for n in (1, 2, 3)},
+        **{f"replication_pad{n}d": Map(_edge_pad(_replicate), _plain_pad, cost=8 * n) for n in (1, 2, 3)},
         "bucketize": Map(_bucketize, _same_type, cost=100),
         "roll": Map(_roll, _rollable, cost=4),
         "flip": Map(_flip),

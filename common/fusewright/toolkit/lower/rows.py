@@ -406,22 +406,42 @@ def _inverse_deviation(r: RowContext, var: Val, eps: float) -> Val:
     return r.b.where(var > eps, whole - whole * share, r.b.op("rsqrt", var + eps))
 
 
-def _batch_norm_train(r: RowContext, op: OpView) -> tuple[Val, ...]:
+def _by_batch(r: RowContext, op: OpView) -> tuple[tuple[Val, Val, Val], Val]:
+    """The results of a batch norm that normalises by the batch, and the variance of each channel."""
     t = norm_type(op)
     x = r.x(op.arg("input"), t)
     mean, var, _ = moments(r, x, op.arg("eps"))
     rstd = _inverse_deviation(r, var, op.arg("eps"))
-    names = ("weight", "bias", "running_mean", "running_var")
-    w, b, old_mean, old_var = (None if op.arg(n) is None else r.per_row(op.arg(n), t) for n in names)
-    assert old_mean is not None and old_var is not None
+    w, b = (None if op.arg(n) is None else r.per_row(op.arg(n), t) for n in ("weight", "bias"))
+    return (affine((x - mean) * rstd, w, b), mean, rstd), var
+
+
+def _batch_norm_no_stats(r: RowContext, op: OpView) -> tuple[Val, ...]:
+    return _by_batch(r, op)[0]
+
+
+def _batch_norm_train(r: RowContext, op: OpView) -> tuple[Val, ...]:
+    (out, mean, rstd), var = _by_batch(r, op)
+    old_mean, old_var = (r.per_row(op.arg(n), norm_type(op)) for n in ("running_mean", "running_var"))
     n, m = r.count(), op.arg("momentum")
     unbiased = var * (n / (n - 1))
     new_mean, new_var = old_mean * (1 - m) + mean * m, old_var * (1 - m) + unbiased * m
-    return affine((x - mean) * rstd, w, b), mean, rstd, new_mean, new_var
+    return out, mean, rstd, new_mean, new_var
+
+
+def _per_channel(op: OpView) -> Any:
+    """The number of elements of a channel."""
+    return product(tuple(channels(op).shape[d] for d in channels(op).dims))
+
+
+def _of_batch(op: OpView) -> str | None:
+    if _per_channel(op) == 0:
+        return "no elements"
+    return None if op.arg("training") else "inference mode"
 
 
 def _trains(op: OpView) -> str | None:
-    n = product(tuple(channels(op).shape[d] for d in channels(op).dims))
+    n = _per_channel(op)
     if not isinstance(n, int) or n < 2:
         return "rows of one element or of a symbolic size"
     if not op.arg("training") or not isinstance(op.arg("momentum"), int | float):
@@ -548,6 +568,7 @@ TABLE: Table = {
     "group_norm": (_row_op(_group_norm, grouped, _NORM, plain_groups, symbols=("N", "HxW")),),
     "batch_norm": (Map(_batch_norm, _has_statistics, cost=12),),
     "batch_norm_train": (_row_op(_batch_norm_train, channels, (*_NORM, "row", "row"), _trains),),
+    "batch_norm_no_stats": (_row_op(_batch_norm_no_stats, channels, _NORM, _of_batch),),
     "weight_norm": (_row_op(_weight_norm, _but_one, ("full", "row")),),
     "nll_loss": (_row_op(_nll_loss, picked, _PAIR, _reduces),),
 }
