@@ -118,8 +118,8 @@ def _by_device(name: str, **rules: Rule) -> Rule:
 def _cuda_batch_norm_backward(a: Args) -> tuple[torch.Tensor | None, ...]:
     """Dense; channels-last in training if both operands are."""
     x = a["input"]
-    how = CHANNELS_LAST.get(x.dim())
-    last = a["train"] and how is not None and all(_dense_in(t, how) for t in (x, a["grad_out"]))
+    how = CHANNELS_LAST.get(x.dim(), torch.contiguous_format)
+    last = a["train"] and all(_dense_in(t, how) for t in (x, a["grad_out"]))
     return (_in_format(x, how if last else torch.contiguous_format),)
 
 
