@@ -20,7 +20,7 @@ ZIPPED = 6
 def _channels_last(op: OpView) -> bool:
     """Match dense channels-last images; eager's group norm refuses every other non-contiguous layout."""
     spec = next(op.inputs()).spec
-    return spec is not None and layout_of(spec) == "channels_last"
+    return spec is not None and spec.rank == 4 and layout_of(spec) == "channels_last"
 
 
 def _fp32_rows(op: OpView) -> bool:

@@ -12,6 +12,7 @@ from fusewright_triton.select import (
     gathers,
     group_norms,
     grouped,
+    more_channels,
     narrow,
     norms,
     products,
@@ -42,10 +43,15 @@ for table in (LOWERINGS, CUDNN):
     table.add(*gathers.OPS, dtypes=FLOATS, when=gathers.reason)(by_rows(gathers.ROWS))
 # In fp32 cuDNN's channels-last kernels round to TF32 where its others do not: 20 to 80 times eager's error on ViT and Swin.
 CUDNN.add("conv", dtypes=products.HALF, when=depthwise.reason)(by_rows(depthwise.ROWS))
-CUDNN.add("conv", dtypes=products.HALF, when=convolutions.reason)(by_rows((*few_channels.ROWS, *grouped.ROWS, *convolutions.ROWS)))
+CUDNN.add("conv", dtypes=products.HALF, when=convolutions.reason)(
+    by_rows((*few_channels.ROWS, *grouped.ROWS, *more_channels.ROWS, *convolutions.ROWS))
+)
 CUDNN.add("conv_backward", dtypes=products.HALF, when=grouped.backward_reason)(by_rows((grouped.BACKWARD,)))
 CUDNN.add("conv_backward", dtypes=products.HALF, when=convolutions.patches_backward_reason)(
     by_rows((convolutions.PATCHES_BACKWARD,))
+)
+CUDNN.add("conv_backward", dtypes=products.HALF, when=more_channels.backward_reason)(
+    by_rows((more_channels.BACKWARD, convolutions.BACKWARD))
 )
 for table in (LOWERINGS, CUDNN):
     table.add("conv", dtypes=FLOATS, dynamic=True, when=convolutions.bias_reason)(by_rows((convolutions.BIAS,)))

@@ -21,12 +21,15 @@ from fusewright.capture.masks import memory_written
 from fusewright.graph.spec import by_stride
 from fusewright.graph.view import dependents
 from fusewright.interface import Backend
-
-LAST = torch.channels_last
+from fusewright.ops.strides import CHANNELS_LAST
 
 _CONVOLUTIONS = {
     getattr(torch, f"conv{kind}") for kind in ("1d", "2d", "3d", "_transpose1d", "_transpose2d", "_transpose3d")
 }
+_IMAGES = {torch.conv2d: 4, torch.conv_transpose2d: 4, torch.conv3d: 5, torch.conv_transpose3d: 5}
+"""Convolutions that libraries compute in channels-last, and the rank of their images in a batch."""
+_NORMS = frozenset({"group_norm", "instance_norm"})
+"""Norms of rows, for which eager copies images to planes."""
 _DRAWS = frozenset(
     """
     dropout dropout_ dropout1d dropout2d dropout3d alpha_dropout alpha_dropout_ feature_dropout feature_dropout_
@@ -36,8 +39,6 @@ _DRAWS = frozenset(
 )
 _POINTWISE = frozenset({"add", "sub", "mul", "truediv", "div", "addcmul", "lerp"})
 """Functions and methods whose result is laid as their first operand of its shape."""
-_COPYING_NORMS = frozenset({"group_norm", "instance_norm"})
-"""Norms for which eager copies images to planes on GPUs."""
 _TRANSPOSES = frozenset({"transpose", "permute", "swapaxes", "swapdims", "movedim", "moveaxis"})
 _TELLS_STRIDES = frozenset({"as_strided", "as_strided_", "set_", "resize_", "resize_as_", "stride", "untyped_storage", "data_ptr"})
 _PLAIN = frozenset({"torch", "_operator", "math", "builtins", "einops"})
@@ -56,8 +57,9 @@ class _Weight(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
-        ctx.layout = torch.contiguous_format if weight.is_contiguous() else LAST
-        return weight.contiguous(memory_format=LAST)
+        last = CHANNELS_LAST[weight.dim()]
+        ctx.layout = torch.contiguous_format if weight.is_contiguous() else last
+        return weight.contiguous(memory_format=last)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
@@ -78,7 +80,7 @@ class _Image(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient.contiguous(memory_format=LAST)
+        return gradient.contiguous(memory_format=CHANNELS_LAST[gradient.dim()])
 
 
 def channels_last_gradient(image: torch.Tensor) -> torch.Tensor:
@@ -101,13 +103,13 @@ def channels_last(gm: GraphModule) -> GraphModule | None:
     behind = [n for n in convs if _given(n, 0, "input") in images]
     if not behind or not all(map(_wanted, convs)) or not any(_example(n).requires_grad for n in behind):
         return None
-    edits: dict[Node, Edit] = {n: _in_channels_last for n in convs if n.target is torch.conv2d}
-    norms = [n for n in gm.graph.nodes if n in images and _name(n) in _COPYING_NORMS and _example(n).dim() == 4]
+    edits: dict[Node, Edit] = {n: _in_channels_last for n in convs if _IMAGES.get(n.target) == _example(n).dim()}
+    norms = [n for n in gm.graph.nodes if n in images and _name(n) in _NORMS and _example(n).dim() in CHANNELS_LAST]
     edits |= dict.fromkeys(norms, _norm_in_channels_last)
     inputs = {x for n in norms if (x := _given(n, 0, "input")) in images and x not in edits}
     if inputs:  # also what else reads them, such as the sum behind the block
         changes = memory_written(gm)
-        edits |= {x: partial(_behind, memory_format=LAST) for x in inputs if not changes(x)}
+        edits |= {x: _behind_in_channels_last for x in inputs if not changes(x)}
     return _copied(gm, images, edits)
 
 
@@ -201,6 +203,10 @@ def _in_front(operand: Node, graph: Graph, made: dict[Node, Node], n: Node) -> N
 def _behind(graph: Graph, made: dict[Node, Node], n: Node, memory_format: torch.memory_format = torch.contiguous_format) -> Node:
     """Let readers of a tensor read it in this layout: a copy, unless it is laid so."""
     return graph.call_method("contiguous", (made[n],), {"memory_format": memory_format})
+
+
+def _behind_in_channels_last(graph: Graph, made: dict[Node, Node], n: Node) -> Node:
+    return _behind(graph, made, n, CHANNELS_LAST[_example(n).dim()])
 
 
 def _given(n: Node, position: int, name: str) -> Any:
@@ -297,7 +303,7 @@ def _in_channels_last(graph: Graph, made: dict[Node, Node], n: Node) -> Node:
     conv = made[n]
     image, weight = _given(conv, 0, "input"), _given(conv, 1, "weight")
     with graph.inserting_before(conv):
-        last = graph.call_method("contiguous", (image,), {"memory_format": LAST})
+        last = graph.call_method("contiguous", (image,), {"memory_format": CHANNELS_LAST[_example(n).dim()]})
         packed = graph.call_function(channels_last_weight, (weight,))
     conv.replace_input_with(image, last)
     conv.replace_input_with(weight, packed)
@@ -310,4 +316,4 @@ def _norm_in_channels_last(graph: Graph, made: dict[Node, Node], n: Node) -> Nod
     norm, image = made[n], _given(made[n], 0, "input")
     with graph.inserting_before(norm):
         norm.replace_input_with(image, graph.call_function(channels_last_gradient, (image,)))
-    return _behind(graph, made, n, memory_format=LAST)
+    return _behind_in_channels_last(graph, made, n)

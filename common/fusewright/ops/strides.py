@@ -18,6 +18,9 @@ Rule = Callable[[Args], tuple[torch.Tensor | None, ...]]
 
 aten = torch.ops.aten
 
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+"""The memory format of dense images whose channels are innermost, by rank."""
+
 
 def _operand(t: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(t.shape, t.stride(), dtype=torch.float32, device=t.device)
@@ -78,8 +81,7 @@ def _suggested(name: str) -> Rule:
 
     def rule(a: Args) -> tuple[torch.Tensor | None, ...]:
         x = a[name]
-        formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-        how = formats[x.dim()] if x.dim() in formats and _like_channels_last(x) else torch.contiguous_format
+        how = CHANNELS_LAST[x.dim()] if x.dim() in CHANNELS_LAST and _like_channels_last(x) else torch.contiguous_format
         return (_in_format(x, how),)
 
     return rule
@@ -115,9 +117,10 @@ def _by_device(name: str, **rules: Rule) -> Rule:
 
 def _cuda_batch_norm_backward(a: Args) -> tuple[torch.Tensor | None, ...]:
     """Dense; channels-last in training if both operands are."""
-    x, formats = a["input"], {4: torch.channels_last, 5: torch.channels_last_3d}
-    last = a["train"] and x.dim() in formats and all(_dense_in(t, formats[x.dim()]) for t in (x, a["grad_out"]))
-    return (_in_format(x, formats[x.dim()] if last else torch.contiguous_format),)
+    x = a["input"]
+    how = CHANNELS_LAST.get(x.dim(), torch.contiguous_format)
+    last = a["train"] and all(_dense_in(t, how) for t in (x, a["grad_out"]))
+    return (_in_format(x, how if last else torch.contiguous_format),)
 
 
 def _dense_in(t: torch.Tensor, how: torch.memory_format) -> bool:

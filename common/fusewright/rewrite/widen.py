@@ -21,6 +21,7 @@ from fusewright.graph.constants import COMPUTED_ONCE
 from fusewright.graph.verify import UNTRUSTED
 from fusewright.graph.view import is_op, is_projection
 from fusewright.interface import RuleLog, hint
+from fusewright.ops.strides import CHANNELS_LAST
 from fusewright.rewrite.engine import Rewriter
 
 ID = "product.wider"
@@ -158,7 +159,7 @@ def _format(made: torch.Tensor, wanted: torch.Tensor) -> dict[str, torch.memory_
     """Return what a cast must be told to give one tensor the strides of another; None if it cannot."""
     if _same_strides(made, wanted):
         return {}
-    formats = (torch.contiguous_format, *((torch.channels_last,) if wanted.dim() == 4 else ()))
+    formats = (torch.contiguous_format, *(f for rank, f in CHANNELS_LAST.items() if rank == wanted.dim()))
     return next(({"memory_format": f} for f in formats if _same_strides(_like(wanted, wanted.dtype, f), wanted)), None)
 
 

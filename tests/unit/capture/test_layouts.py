@@ -11,17 +11,22 @@ import torch.nn.functional as F
 from torch import nn
 
 from fusewright.capture import layouts
+from fusewright.ops.strides import CHANNELS_LAST
 
 LAST = torch.channels_last
 
 
 class Images(nn.Module):
-    """Two convolutions followed by other ops."""
+    """Two convolutions of two or three spatial dims, the second perhaps a transposed one, followed by other ops."""
 
-    def __init__(self, then: Callable[..., Any], outs: int = 8, kernel: Any = 3, width: int = 8, **how: Any) -> None:
+    def __init__(
+        self, then: Callable[..., Any], outs: int = 8, kernel: Any = 3, width: int = 8, kind: str = "Conv2d", **how: Any
+    ) -> None:
         super().__init__()
-        self.first, self.norm = nn.Conv2d(4, width, 3), nn.BatchNorm2d(width)
-        self.second, self.then = nn.Conv2d(width, outs, kernel, **how), then
+        dims = int(kind[-2])
+        self.first, self.norm = getattr(nn, f"Conv{dims}d")(4, width, 3), getattr(nn, f"BatchNorm{dims}d")(width)
+        self.second, self.then = getattr(nn, kind)(width, outs, kernel, **how), then
+        self.shape = (2, 4, *(9, 9, 8)[:dims])
 
     def forward(self, x: torch.Tensor) -> Any:
         return self.then(self.second(F.relu(self.norm(self.first(x)))))
@@ -44,7 +49,7 @@ def run(module: nn.Module, dtype: torch.dtype = torch.bfloat16) -> tuple[bool, l
     torch._dynamo.reset()
     torch.manual_seed(0)
     with torch.autocast("cpu", dtype=dtype, enabled=dtype is not torch.float32):
-        results = torch.compile(module, backend=backend)(torch.randn(2, 4, 9, 9))
+        results = torch.compile(module, backend=backend)(torch.randn(module.shape))
     results = list(results) if isinstance(results, tuple) else [results]
     weights = [module.first.weight, module.second.weight]  # type: ignore[union-attr]
     return rewritten[0], results, list(torch.autograd.grad(sum(r.float().sin().sum() for r in results), weights))  # type: ignore[arg-type]
@@ -53,7 +58,7 @@ def run(module: nn.Module, dtype: torch.dtype = torch.bfloat16) -> tuple[bool, l
 def eager(module: nn.Module) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     torch.manual_seed(0)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        results = module(torch.randn(2, 4, 9, 9))
+        results = module(torch.randn(module.shape))
     results = list(results) if isinstance(results, tuple) else [results]
     weights = [module.first.weight, module.second.weight]  # type: ignore[union-attr]
     return results, list(torch.autograd.grad(sum(r.float().sin().sum() for r in results), weights))  # type: ignore[arg-type]
@@ -67,10 +72,14 @@ def assert_same(ours: list[torch.Tensor], eagers: list[torch.Tensor]) -> None:
 
 
 def _seen(x: torch.Tensor, found: list[bool]) -> torch.Tensor:
-    found.append(x.is_contiguous(memory_format=LAST))
+    found.append(x.is_contiguous(memory_format=CHANNELS_LAST[x.dim()]))
     return x
 
 
+KINDS = ("Conv2d", "Conv3d", "ConvTranspose2d", "ConvTranspose3d")
+
+
+@pytest.mark.parametrize("kind", KINDS[:2])
 @pytest.mark.parametrize(
     "then",
     [
@@ -79,14 +88,14 @@ def _seen(x: torch.Tensor, found: list[bool]) -> torch.Tensor:
         lambda x: x.flatten(2).transpose(1, 2),
         lambda x: (x + 1, x.mean((2, 3))),
         lambda x: F.dropout(x, 0.5),
-        lambda x: F.dropout2d(x, 0.5).permute(0, 2, 3, 1),
+        lambda x: torch.feature_dropout(x, 0.5, True).movedim(1, -1),
         lambda x: torch.bernoulli(x.sigmoid()) * x,
     ],
     ids=["itself", "more", "rows", "two", "dropout", "channels dropped", "drawn"],
 )  # fmt: skip
-def test_results_and_gradients_are_eagers(then: Callable[..., Any]) -> None:
+def test_results_and_gradients_are_eagers(then: Callable[..., Any], kind: str) -> None:
     torch.manual_seed(1)
-    module = Images(then)
+    module = Images(then, kind=kind)
     wanted, gradients = eager(module)
     rewritten, results, found = run(module)
     assert rewritten
@@ -94,9 +103,11 @@ def test_results_and_gradients_are_eagers(then: Callable[..., Any]) -> None:
     assert [t.stride() for t in (*results, *found)] == [t.stride() for t in (*wanted, *gradients)]
 
 
-def test_images_are_channels_last_between_convolutions() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_images_are_channels_last_between_convolutions(kind: str) -> None:
     """The second convolution receives the layout that it requests."""
-    module, asked = Images(lambda x: x), []
+    module, asked = Images(lambda x: x, kind=kind), list[bool]()
+    convolutions = {torch.conv2d, torch.conv3d, torch.conv_transpose2d, torch.conv_transpose3d}
 
     def backend(gm: Any, inputs: Any) -> Any:
         laid = layouts.channels_last(gm)
@@ -104,23 +115,39 @@ def test_images_are_channels_last_between_convolutions() -> None:
 
         class Watch(torch.fx.Interpreter):
             def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-                if target is torch.conv2d:
-                    asked.extend(a.is_contiguous(memory_format=LAST) for a in args[:2])
                 made = super().call_function(target, args, kwargs)
-                return _seen(made, asked) if target is torch.conv2d else made
+                for image in (*args[:2], made) if target in convolutions else ():
+                    _seen(image, asked)
+                return made
 
         return Watch(laid).run
 
     torch._dynamo.reset()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        torch.compile(module, backend=backend)(torch.randn(2, 4, 9, 9))
+        torch.compile(module, backend=backend)(torch.randn(module.shape))
     assert len(asked) == 6 and all(asked)
 
 
-def test_a_gradient_lies_as_its_weight_does() -> None:
-    module = Images(lambda x: x).to(memory_format=LAST)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_gradient_lies_as_its_weight_does(kind: str) -> None:
+    _, _, planes = run(Images(lambda x: x, kind=kind))
+    assert all(g.is_contiguous() for g in planes)
+    module = Images(lambda x: x, kind=kind)
+    for weight in (module.first.weight, module.second.weight):
+        weight.data = weight.data.contiguous(memory_format=CHANNELS_LAST[weight.dim()])
     _, _, gradients = run(module)
-    assert all(g.is_contiguous(memory_format=LAST) for g in gradients)
+    assert all(g.is_contiguous(memory_format=CHANNELS_LAST[g.dim()]) for g in gradients)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_image_without_a_batch_is_left_in_planes(kind: str) -> None:
+    torch.manual_seed(1)
+    module = Images(lambda x: x, kind=kind)
+    module.norm, module.shape = nn.Identity(), module.shape[1:]
+    wanted, gradients = eager(module)
+    _, results, found = run(module)
+    assert_same([*results, *found], [*wanted, *gradients])
+    assert [t.stride() for t in (*results, *found)] == [t.stride() for t in (*wanted, *gradients)]
 
 
 def _strided(x: torch.Tensor) -> torch.Tensor:
@@ -140,12 +167,13 @@ def test_what_strides_mean_something_to_is_left_alone(then: Callable[..., Any]) 
     assert not run(Images(then))[0]
 
 
-@pytest.mark.parametrize("norm", [nn.GroupNorm(2, 8), nn.InstanceNorm2d(8, affine=True), nn.InstanceNorm2d(8)], ids=str)
-def test_norms_that_copy_leave_images_channels_last(norm: nn.Module) -> None:
-    """Behind the norm, and behind its gradient."""
+@pytest.mark.parametrize("kind", KINDS[:2])
+@pytest.mark.parametrize(("norm", "affine"), [("group", True), ("instance", True), ("instance", False)])
+def test_norms_of_rows_leave_images_channels_last(norm: str, affine: bool, kind: str) -> None:
+    """Behind a norm of groups or instances, and behind its gradient."""
     torch.manual_seed(1)
-    module, laid = Images(lambda x: x), list[Any]()
-    module.norm = norm  # type: ignore[assignment]
+    module, laid, last = Images(lambda x: x, kind=kind), list[Any](), CHANNELS_LAST[int(kind[-2]) + 2]
+    module.norm = nn.GroupNorm(2, 8) if norm == "group" else getattr(nn, f"InstanceNorm{kind[-2]}d")(8, affine=affine)
     wanted, gradients = eager(module)
     rewritten, results, found = run(module)
     assert rewritten
@@ -158,13 +186,13 @@ def test_norms_that_copy_leave_images_channels_last(norm: nn.Module) -> None:
 
     torch._dynamo.reset()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        torch.compile(module, backend=backend)(torch.randn(2, 4, 9, 9))
-    (made,) = (n for n in laid[0].graph.nodes if getattr(n.target, "__name__", "") in ("group_norm", "instance_norm"))
-    (copy,) = made.users
-    assert copy.target == "contiguous" and copy.kwargs == {"memory_format": LAST}
-    image = torch.randn(2, 8, 4, 4, requires_grad=True)
+        torch.compile(module, backend=backend)(torch.randn(module.shape))
+    (found,) = (n for n in laid[0].graph.nodes if f"{norm}_norm" in str(n.target))
+    (copy,) = found.users
+    assert copy.target == "contiguous" and copy.kwargs == {"memory_format": last}
+    image = torch.randn(2, 8, *module.shape[2:], requires_grad=True)
     (gradient,) = torch.autograd.grad(layouts.channels_last_gradient(image).sum(), image)
-    assert gradient.is_contiguous(memory_format=LAST)
+    assert gradient.is_contiguous(memory_format=last)
 
 
 def test_a_stream_of_images_in_planes_is_channels_last_from_its_first_group_norm() -> None:
@@ -200,8 +228,9 @@ def test_a_stream_of_images_in_planes_is_channels_last_from_its_first_group_norm
     assert strides == [(200, 1, 40, 8)]
 
 
-def test_only_half_precision() -> None:
-    assert not run(Images(lambda x: x), torch.float32)[0]
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_half_precision(kind: str) -> None:
+    assert not run(Images(lambda x: x, kind=kind), torch.float32)[0]
 
 
 MANY = {"groups": 2, "width": 64}
@@ -232,6 +261,7 @@ def test_grouped_convolutions_are_channels_last(how: dict[str, Any]) -> None:
     [
         {"outs": 16}, {"dilation": 2}, {"kernel": (3, 5)}, {"stride": 3},
         {"groups": 2, "kernel": 7}, {"groups": 2, "stride": (1, 2)}, {"groups": 2, "width": 12, "outs": 12},
+        {"kind": "Conv3d"}, {**MANY, "outs": 64, "kind": "Conv3d"},
     ],
     ids=str,
 )  # fmt: skip
@@ -256,6 +286,7 @@ def test_one_convolution_is_no_reason() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.first = self.second = nn.Conv2d(4, 8, 3)
+            self.shape = (2, 4, 9, 9)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.first(x).flatten(2)  # type: ignore[no-any-return]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -76,13 +78,21 @@ def test_it_can_be_switched_off_and_runs_on_fuel() -> None:
     assert _text(before, wider=None) == before
 
 
-def test_a_result_keeps_its_strides() -> None:
-    """Eager's convolution of a half type leaves planes where that of fp32 would return channels-last images."""
-    conv = "conv(%0, %1, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)\nreturn [%2]\n"
-    images = "%0: bf16[2,16,8,8]{1024,1,128,16} = input('x')\n%1: bf16[16,16,3,3]{144,1,48,16} = input('w')\n"
-    for strides in ("", "{1024,1,128,16}"):
-        last = _text(images + f"%2: bf16[2,16,8,8]{strides} = {conv}").splitlines()[-2]
-        assert f"bf16[2,16,8,8]{strides} = cast" in last
+@pytest.mark.parametrize(
+    ("images", "strides", "weights", "zeros"),
+    [
+        ("2,16,8,8", "{1024,1,128,16}", "16,16,3,3", "0, 0"),
+        ("2,16,4,4,4", "{1024,1,256,64,16}", "16,16,3,3,3", "0, 0, 0"),
+    ],
+)  # fmt: skip
+def test_a_result_keeps_its_strides(images: str, strides: str, weights: str, zeros: str) -> None:
+    """Eager's convolution of a half type leaves planes where that of fp32 would return channels-last images, or the reverse."""
+    ones = zeros.replace("0", "1")
+    conv = f"conv(%0, %1, None, [{ones}], [{ones}], [{ones}], False, [{zeros}], 1)\nreturn [%2]\n"
+    for read, laid in itertools.product(("", strides), repeat=2):
+        given = f"%0: bf16[{images}]{read} = input('x')\n%1: bf16[{weights}] = input('w')\n"
+        last = _text(given + f"%2: bf16[{images}]{laid} = {conv}").splitlines()[-2]
+        assert f"bf16[{images}]{laid} = cast" in last
 
 
 def test_attention_in_training_stays() -> None:

@@ -92,6 +92,8 @@ def test_another_device_is_refused() -> None:
     [
         (torch.ones(2, 3, 4, 5), "contiguous"),
         (torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last), "channels_last"),
+        (torch.ones(2, 3, 4, 5, 6).to(memory_format=torch.channels_last_3d), "channels_last"),
+        (torch.ones(2, 3, 4, 5, 6).permute(0, 2, 1, 3, 4), "strided"),
         (torch.ones(2, 1, 4, 5), "contiguous"),
         (torch.ones(3, 4).t(), "strided"),
         (torch.ones(4).expand(3, 4), "strided"),

@@ -45,7 +45,7 @@ def _group_norm(op: OpView, b: Builder) -> bool:
     given: tuple[Any, ...] = b.resolved(op).args
     x, weight, bias, *_, groups, eps = given
     spec = x.spec
-    if spec is None or spec.dtype is not torch.float32 or not spec.static or layout_of(spec) != "channels_last":
+    if spec is None or spec.dtype is not torch.float32 or not spec.static or (spec.rank, layout_of(spec)) != (4, "channels_last"):
         return False
     mean = _means(x, groups, b)
 

@@ -1,4 +1,5 @@
-"""Convolutions of inference: channels-last, with batch norm folded into the weight, fused with an addition and a relu.
+"""Convolutions of inference, of two or three spatial dims: channels-last, those of two with batch norm folded into the weight and
+fused with an addition and a relu.
 
 A batch norm that no relu follows stays a loop kernel, which fuses more. A shortcut (convolution and batch norm
 whose only reader is the addition) gives its shift to the other branch, so that no pass over the image adds it.
@@ -8,6 +9,7 @@ library's call, so kernels that read the result add it instead, in training too.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -18,6 +20,7 @@ import torch
 from fusewright import ops
 from fusewright.interface import OpView, TensorSpec, Value
 from fusewright.ops.core import Kind
+from fusewright.ops.strides import CHANNELS_LAST
 from fusewright.plan.ir import Ref
 from fusewright.toolkit.region.builder import channels_last_strides, contiguous_strides, same_strides
 from fusewright.toolkit.region.graph import Claim, spec_of
@@ -28,9 +31,6 @@ from fusewright_triton.kernels.product_ops import LINEAR
 from fusewright_triton.select import epilogues
 from fusewright_triton.select.calls import Calls
 
-ALIGNED, LARGE = 8, 1 << 21
-"""Channels that libraries read at once, and elements from which on the copies that they make of other images take long."""
-
 SHORTCUT = "triton.conv.shortcut"
 """The id of the row's other half: a shortcut convolution whose shift is added by the call that adds its result."""
 
@@ -38,8 +38,8 @@ SHORTCUT = "triton.conv.shortcut"
 def reason(op: OpView) -> str | None:
     """Return why a convolution stays torch's own call."""
     x, w = spec_of(op.arg("input")), spec_of(op.arg("weight"))
-    if x.rank != 4 or op.arg("transposed"):
-        return "only 2-d convolutions that are not transposed"
+    if x.rank not in CHANNELS_LAST:
+        return "neither 2-d nor 3-d"
     if not x.static or 0 in (*x.shape, *spec_of(op.out).shape):
         return "empty or symbolic sizes"
     return "mixed dtypes" if x.dtype != w.dtype else None
@@ -61,8 +61,26 @@ def constant(m: Match, c: Calls) -> bool:
     return c.is_const(m.anchor.arg("weight"), m.anchor.arg("bias"))
 
 
+def planar(op: OpView) -> bool:
+    """Return whether a convolution has two spatial dims and is not transposed, as those that kernels and fused calls take."""
+    return spec_of(op.arg("input")).rank == 4 and not op.arg("transposed")
+
+
+def laid(m: Match, c: Calls) -> bool:
+    """Return whether a convolution of constants is channels-last. Groups in three dims, or of transposed ones, stay in planes: none
+    are known to have kernels, and what is around them in three dims would be copied."""
+    op = m.anchor
+    if not constant(m, c) or (op.arg("transposed") and op.arg("groups") != 1):
+        return False
+    return spec_of(op.out).rank == 4 or not any(map(_grouped_volumes, c.graph))
+
+
+def _grouped_volumes(op: OpView) -> bool:
+    return op.op == "conv" and op.arg("groups") != 1 and spec_of(op.arg("input")).rank == 5
+
+
 def _cuts(m: Match, c: Calls) -> bool:
-    return _patches(m.anchor)
+    return patches(m.anchor)
 
 
 def _kernels_read(value: Value, c: Calls) -> bool:
@@ -80,9 +98,14 @@ def _bias_apart(m: Match, c: Calls) -> bool:
     return bias_reason(m.anchor) is None and _kernels_read(m.out, c)
 
 
-def _whole(m: Match, c: Calls) -> bool:
-    """Reject groups, which the library's fused calls do not take."""
-    return constant(m, c) and m.anchor.arg("groups") == 1
+def whole(m: Match, c: Calls) -> bool:
+    """Reject groups and what is transposed, which do not make products of all channels."""
+    return constant(m, c) and m.anchor.arg("groups") == 1 and not m.anchor.arg("transposed")
+
+
+def _fusible(m: Match, c: Calls) -> bool:
+    """Return whether the library has fused calls for a convolution; those of three dims are not known to have an engine."""
+    return whole(m, c) and planar(m.anchor)
 
 
 def _normed(op: OpView, m: Match, c: Calls) -> bool:
@@ -117,7 +140,7 @@ def _shortcut(other: Value, c: Calls) -> Match | None:
     if found is None or not all(map(c.graph.free, found.ops)):
         return None
     conv = Match(found["conv"], (found["conv"],))
-    if reason(conv.anchor) is not None or not _whole(conv, c) or _patches(conv.anchor) or not _normed(found.last, conv, c):
+    if reason(conv.anchor) is not None or not _fusible(conv, c) or patches(conv.anchor) or not _normed(found.last, conv, c):
         return None
     return conv.with_ops(found.last, norm=found.last, unshifted=True)
 
@@ -136,16 +159,15 @@ def _write(m: Match, c: Calls) -> None:
     op, b = m.anchor, c.b
     stride = channels_last_strides(spec_of(m.out).shape)  # type: ignore[arg-type]
     x = images(op.arg("input"), c)
-    geometry = tuple(op.arg(n) for n in ("stride", "padding", "dilation"))
-    groups = op.arg("groups")
+    rest = geometry(op)
     library = partial(b.library, out=m.out, stride=stride, op=op)
     if m.get("relu") is None:
-        weight = folded(m, c)[0] if m.get("norm") is not None else _packed(b.exact(op.arg("weight")), c)
+        weight = folded(m, c)[0] if m.get("norm") is not None else packed(b.exact(op.arg("weight")), op, c)
         bias = None if m.get("unshifted") else op.arg("bias")
         if bias is not None and spec_of(bias).dtype == spec_of(op.arg("weight")).dtype and _kernels_read(m.out, c):
-            add_bias(op, (x, weight, None, *geometry, False, (0, 0), groups), stride, c)
+            add_bias(op, (x, weight, None, *rest), stride, c)
         else:
-            library("aten::convolution.default", x, weight, c.exact(bias), *geometry, False, (0, 0), groups)
+            library("aten::convolution.default", x, weight, c.exact(bias), *rest)
         return
     weight, bias = folded(m, c)
     if m.get("shortcut") is not None:
@@ -153,11 +175,16 @@ def _write(m: Match, c: Calls) -> None:
     bias = b.prepare("aten::_to_copy.default", bias, dtype=spec_of(op.arg("weight")).dtype)
     other = b.any_strides(m.get("other"))
     if not c.fused:
-        _unfused(c, (x, weight, bias, *geometry, False, (0, 0), groups), other, library)
+        _unfused(c, (x, weight, bias, *rest), other, library)
     elif other is None:
-        library("aten::cudnn_convolution_relu.default", x, weight, bias, *geometry, groups)
+        library("aten::cudnn_convolution_relu.default", x, weight, bias, *rest[:3], 1)
     else:
-        library("aten::cudnn_convolution_add_relu.default", x, weight, other, 1.0, bias, *geometry, groups)
+        library("aten::cudnn_convolution_add_relu.default", x, weight, other, 1.0, bias, *rest[:3], 1)
+
+
+def geometry(op: OpView) -> tuple[Any, ...]:
+    """Return the arguments of a convolution behind its bias."""
+    return tuple(op.arg(n) for n in ("stride", "padding", "dilation", "transposed", "output_padding", "groups"))
 
 
 def images(value: Value, c: Calls) -> Ref:
@@ -171,8 +198,7 @@ def images(value: Value, c: Calls) -> Ref:
 def _alone(m: Match, c: Calls) -> None:
     """Emit torch's own call without its bias, which a kernel adds."""
     op = m.anchor
-    rest = (op.arg(n) for n in ("stride", "padding", "dilation", "transposed", "output_padding", "groups"))
-    add_bias(op, (c.exact(op.arg("input")), c.exact(op.arg("weight")), None, *rest), None, c)
+    add_bias(op, (c.exact(op.arg("input")), c.exact(op.arg("weight")), None, *geometry(op)), None, c)
 
 
 def add_bias(
@@ -182,10 +208,10 @@ def add_bias(
     b, out = c.b, spec_of(op.out)
     made = c.ctx.value(out if stride is None else replace(out, stride=tuple(stride)))
     b.call(target, *args, out=made, op=op)
-    _bias_behind(op, made, stride, c)
+    bias_behind(op, made, stride, c)
 
 
-def _bias_behind(op: OpView, made: Value, stride: Sequence[int] | None, c: Calls) -> None:
+def bias_behind(op: OpView, made: Value, stride: Sequence[int] | None, c: Calls) -> None:
     """Emit the bias of a convolution that was made without it."""
     b, bias = c.b, op.arg("bias")
     b.replace(op, made)
@@ -213,43 +239,13 @@ def _bias_gradient_apart(m: Match, c: Calls) -> None:
     b.append_op("sum", op.arg("grad_output"), (0, *range(2, rank)), out=op.outs[2])
 
 
-def _unaligned(m: Match, c: Calls) -> bool:
-    op = m.anchor
-    outs, channels = spec_of(op.arg("weight")).shape[:2]
-    large = spec_of(op.arg("input")).numel_hint() + spec_of(op.out).numel_hint() >= LARGE
-    odd = channels % ALIGNED != 0 or outs % ALIGNED != 0  # type: ignore[operator]
-    return odd and large and c.graph.phase == "infer" and _whole(m, c) and (not c.fused or c.target.fitted is not None)
-
-
-def _with_more_channels(m: Match, c: Calls) -> None:
-    """Emit a convolution of images and results with channels of zeros behind their own, which kernels write and leave out."""
-    op, b = m.anchor, c.b
-    outs, channels = spec_of(op.arg("weight")).shape[:2]
-    behind, more = -channels % ALIGNED, -outs % ALIGNED  # type: ignore[operator]
-    weight = b.prepare("aten::constant_pad_nd.default", b.exact(op.arg("weight")), (0, 0, 0, 0, 0, behind, 0, more))
-    geometry = tuple(op.arg(n) for n in ("stride", "padding", "dilation"))
-    made, out = c.ctx.value(None), spec_of(op.out)
-    b.call(
-        "aten::convolution.default", padded(op.arg("input"), (0, 0, 0, 0, 0, behind), c), _packed(weight, c), None, *geometry,
-        False, (0, 0), 1, out=made,
-    )  # fmt: skip
-    n, _, height, width = out.shape
-    stride = channels_last_strides((n, outs + more, height, width))  # type: ignore[arg-type, operator]
-    if op.arg("bias") is None:
-        b.library("aten::slice.Tensor", Ref(made.id), 1, 0, outs, out=op.out, stride=stride, op=op)
-    else:
-        kept = c.ctx.value(replace(out, stride=stride))
-        b.call("aten::slice.Tensor", Ref(made.id), 1, 0, outs, out=kept, op=op)
-        _bias_behind(op, kept, channels_last_strides(out.shape), c)  # type: ignore[arg-type]
-
-
 def padded(x: Value, pads: Sequence[int], c: Calls) -> Ref:
-    """Return images, channels-last, with zeros around them and behind their channels."""
+    """Return images, channels-last, with zeros around them, those of the last dim first, and behind their channels."""
     if not any(pads):
         return images(x, c)
-    n, channels, height, width = c.b.spec(x).shape
-    left, right, above, below, _, behind = pads
-    shape = (n, channels + behind, height + above + below, width + left + right)  # type: ignore[operator]
+    n, *sizes = c.b.spec(x).shape
+    both = [before + behind for before, behind in zip(pads[::2], pads[1::2], strict=True)]
+    shape = (n, *(size + more for size, more in zip(sizes, reversed(both), strict=True)))  # type: ignore[operator]
     made = c.ctx.value(replace(c.b.spec(x), shape=shape, stride=channels_last_strides(shape)))  # type: ignore[arg-type]
     return Ref(c.b.read_instead(x, c.b.append_op("constant_pad_nd", x, tuple(pads), 0, out=made)).id)
 
@@ -265,8 +261,8 @@ def _unfused(c: Calls, args: tuple[Any, ...], other: Ref | None, library: Callab
     library("aten::relu.default", Ref(made.id))
 
 
-def _packed(weight: Ref, c: Calls) -> Ref:
-    return c.b.prepare("aten::clone.default", weight, memory_format=torch.channels_last)
+def packed(weight: Ref, op: OpView, c: Calls) -> Ref:
+    return c.b.prepare("aten::clone.default", weight, memory_format=CHANNELS_LAST[spec_of(op.arg("weight")).rank])
 
 
 def folded(m: Match, c: Calls) -> tuple[Ref, Ref]:
@@ -278,7 +274,7 @@ def folded(m: Match, c: Calls) -> tuple[Ref, Ref]:
         return prepare("aten::_to_copy.default", c.b.exact(value), dtype=torch.float32)
 
     if norm is None:
-        return _packed(weight, c), wide(bias) if bias is not None else _zeros(m, c)
+        return packed(weight, m.anchor, c), wide(bias) if bias is not None else _zeros(m, c)
     scale = prepare("aten::rsqrt.default", prepare("aten::add.Scalar", wide(norm.arg("running_var")), norm.arg("eps")))
     if norm.arg("weight") is not None:
         scale = prepare("aten::mul.Tensor", scale, wide(norm.arg("weight")))
@@ -288,9 +284,10 @@ def folded(m: Match, c: Calls) -> tuple[Ref, Ref]:
     shift = prepare("aten::mul.Tensor", shift, scale)
     if norm.arg("bias") is not None:
         shift = prepare("aten::add.Tensor", shift, wide(norm.arg("bias")))
-    column = prepare("aten::view.default", scale, (-1, 1, 1, 1))
+    column = prepare("aten::view.default", scale, (-1, *(1,) * (spec_of(m.anchor.arg("weight")).rank - 1)))
     scaled = prepare("aten::mul.Tensor", wide(m.anchor.arg("weight")), column)
-    return _packed(prepare("aten::_to_copy.default", scaled, dtype=spec_of(m.anchor.arg("weight")).dtype), c), shift
+    scaled = prepare("aten::_to_copy.default", scaled, dtype=spec_of(m.anchor.arg("weight")).dtype)
+    return packed(scaled, m.anchor, c), shift
 
 
 def _zeros(m: Match, c: Calls) -> Ref:
@@ -300,53 +297,64 @@ def _zeros(m: Match, c: Calls) -> Ref:
     )
 
 
-def _patches(op: OpView) -> bool:
+def patches(op: OpView) -> bool:
     """Return whether every input element is in exactly one window: then windows are rows of a matrix."""
     x, w = spec_of(op.arg("input")), spec_of(op.arg("weight"))
     kernel = tuple(w.shape[2:])
     fits = all(n % k == 0 for n, k in zip(x.shape[2:], kernel, strict=True))  # type: ignore[operator]
     still = tuple(op.arg("stride")) == kernel and not any(op.arg("padding")) and set(op.arg("dilation")) == {1}
-    rows = w.shape[1] * kernel[0] * kernel[1]  # type: ignore[operator]
-    whole = op.arg("groups") == 1 and kernel != (1, 1) and rows % 8 == 0
-    return fits and still and whole and x.dtype is not torch.float32
+    pixels = math.prod(kernel)  # type: ignore[arg-type]
+    apart = op.arg("groups") == 1 and not op.arg("transposed") and pixels > 1 and w.shape[1] * pixels % 8 == 0  # type: ignore[operator]
+    return fits and still and apart and x.dtype is not torch.float32
 
 
 def _windows(op: OpView, split: Sequence[Any], order: Sequence[int], c: Calls) -> Value:
     """Return the input of a convolution as a view split into its windows, for a kernel to read."""
     x = c.b.spec(op.arg("input"))
-    (batch, channel, row, column), kh, kw = x.stride, split[3], split[5]
-    strides = (batch, channel, row * kh, row, column * kw, column)
+    batch, channel, *steps = x.stride
+    strides = (batch, channel, *(s for step, size in zip(steps, split[3::2], strict=True) for s in (step * size, step)))
     apart = c.ctx.value(replace(x, shape=tuple(split), stride=strides))
     ordered = c.ctx.value(replace(x, shape=tuple(split[i] for i in order), stride=tuple(strides[i] for i in order)))
     c.b.append_op("view", c.b.resolved(op).arg("input"), tuple(split), out=apart)
     return c.b.append_op("permute", apart, tuple(order), out=ordered)
 
 
-def _rows(op: OpView, c: Calls) -> tuple[Ref, Sequence[int]]:
-    """Emit windows as rows of a matrix, and return in which order they hold channels (1), rows (3) and columns (5)."""
+def _rows(op: OpView, c: Calls) -> tuple[Ref, bool]:
+    """Emit windows as rows of a matrix, and return whether they hold the channels of a pixel together, as memory does."""
     b, x, w = c.b, c.b.spec(op.arg("input")), spec_of(op.arg("weight"))
-    n, channels, height, width = x.shape
-    kh, kw = w.shape[2:]
-    inner = (3, 5, 1) if x.stride[1] == 1 else (1, 3, 5)  # in which memory lies
-    split = (n, channels, height // kh, kh, width // kw, kw)  # type: ignore[operator]
-    windows = b.row_major(_windows(op, split, (0, 2, 4, *inner), c))
-    return c.made("aten::view.default", Ref(windows.id), (-1, channels * kh * kw)), inner  # type: ignore[operator]
+    n, channels, *sizes = x.shape
+    pairs = zip(sizes, w.shape[2:], strict=True)
+    split = (n, channels, *(s for size, window in pairs for s in (size // window, window)))  # type: ignore[operator]
+    outer, inner, last = range(2, len(split), 2), range(3, len(split), 2), x.stride[1] == 1
+    order = (0, *outer, *inner, 1) if last else (0, *outer, 1, *inner)
+    windows = b.row_major(_windows(op, split, order, c))
+    return c.made("aten::view.default", Ref(windows.id), (-1, math.prod(w.shape[1:]))), last  # type: ignore[arg-type]
 
 
 def _product(m: Match, c: Calls) -> None:
     """Emit windows as rows, times the weight as a matrix; the result is channels-last."""
     op, b = m.anchor, c.b
-    n, outs, h, v = spec_of(op.out).shape
-    rows, inner = _rows(op, c)
+    n, outs, *sizes = spec_of(op.out).shape
+    rows, last = _rows(op, c)
     make = b.prepare if c.is_const(op.arg("weight")) else c.made
     weight = b.exact(op.arg("weight"))
-    if inner != (1, 3, 5):
-        weight = make("aten::permute.default", weight, (0, 2, 3, 1))
+    if last:
+        weight = make("aten::permute.default", weight, _channels_behind(len(sizes)))
     matrix = make("aten::reshape.default", weight, (outs, -1))
     product = c.made("aten::linear.default", rows, matrix, c.exact(op.arg("bias")))
-    image = c.made("aten::view.default", product, (n, h, v, outs))
+    image = c.made("aten::view.default", product, (n, *sizes, outs))
     stride = channels_last_strides(spec_of(op.out).shape)  # type: ignore[arg-type]
-    b.library("aten::permute.default", image, (0, 3, 1, 2), out=op.out, stride=stride, op=op)
+    b.library("aten::permute.default", image, _channels_second(len(sizes)), out=op.out, stride=stride, op=op)
+
+
+def _channels_behind(spatial: int) -> tuple[int, ...]:
+    """Return the order of dims that moves channels behind the spatial ones."""
+    return (0, *range(2, spatial + 2), 1)
+
+
+def _channels_second(spatial: int) -> tuple[int, ...]:
+    """Return the order of dims that moves channels back."""
+    return (0, spatial + 1, *range(1, spatial + 1))
 
 
 def patches_backward_reason(op: OpView) -> str | None:
@@ -354,31 +362,33 @@ def patches_backward_reason(op: OpView) -> str | None:
     grad, x, (image, weight, _) = spec_of(op.arg("grad_output")), spec_of(op.arg("input")), op.arg("output_mask")
     if image or not weight:
         return "the image's gradient too, or not the weight's"
-    if x.rank != 4 or op.arg("transposed") or not x.static or 0 in (*x.shape, *grad.shape):
-        return "not 2-d, transposed, empty or symbolic"
+    if x.rank not in CHANNELS_LAST or not x.static or 0 in (*x.shape, *grad.shape):
+        return "neither 2-d nor 3-d, empty or symbolic"
     if len({grad.dtype, x.dtype, spec_of(op.arg("weight")).dtype}) > 1:
         return "mixed dtypes"
-    return None if _patches(op) else "windows that overlap or leave something out"
+    return None if patches(op) else "windows that overlap or leave something out"
 
 
 def _weight_gradient(m: Match, c: Calls) -> None:
     """Emit the gradient of a weight as a product of gradients and windows, and that of the bias as a sum for the fuser."""
     op, b = m.anchor, c.b
-    outs, channels, kh, kw = spec_of(op.arg("weight")).shape
-    grads = c.made("aten::permute.default", images(op.arg("grad_output"), c), (1, 0, 2, 3))
+    shape: tuple[Any, ...] = tuple(spec_of(op.arg("weight")).shape)
+    outs, channels, *window = shape
+    dims = tuple(range(2, len(shape)))
+    grads = c.made("aten::permute.default", images(op.arg("grad_output"), c), (1, 0, *dims))
     grads = c.made("aten::reshape.default", grads, (outs, -1))
-    rows, inner = _rows(op, c)
+    rows, last = _rows(op, c)
     made = c.made("aten::mm.default", grads, rows)
-    shape: tuple[Any, ...] = (outs, channels, kh, kw)
-    if inner == (1, 3, 5):
-        b.library("aten::view.default", made, shape, out=op.outs[1], stride=contiguous_strides(shape), op=op)
+    if last:
+        made = c.made("aten::view.default", made, (outs, *window, channels))
+        order, stride = _channels_second(len(window)), channels_last_strides(shape)
+        b.library("aten::permute.default", made, order, out=op.outs[1], stride=stride, op=op)
     else:
-        last = c.made("aten::view.default", made, (outs, kh, kw, channels))
-        b.library("aten::permute.default", last, (0, 3, 1, 2), out=op.outs[1], stride=channels_last_strides(shape), op=op)
+        b.library("aten::view.default", made, shape, out=op.outs[1], stride=contiguous_strides(shape), op=op)
     if op.arg("output_mask")[2]:
         image, weight, _ = b.resolved(op).outs
         b.replace(op, image, weight, c.ctx.value(None))
-        b.append_op("sum", op.arg("grad_output"), (0, 2, 3), out=op.outs[2])
+        b.append_op("sum", op.arg("grad_output"), (0, *dims), out=op.outs[2])
 
 
 def _as_linear(op: OpView, c: Calls) -> OpView:
@@ -386,7 +396,7 @@ def _as_linear(op: OpView, c: Calls) -> OpView:
     x, w, out = (spec_of(v) for v in (op.arg("input"), op.arg("weight"), op.out))
 
     def rows(s: TensorSpec) -> Value:
-        shape = tuple(s.shape[i] for i in (0, 2, 3, 1))
+        shape = tuple(s.shape[i] for i in _channels_behind(s.rank - 2))
         return c.ctx.value(replace(s, shape=shape, stride=contiguous_strides(shape)))  # type: ignore[arg-type]
 
     matrix = c.ctx.value(replace(w, shape=w.shape[:2], stride=(w.shape[1], 1)))
@@ -397,10 +407,10 @@ def _as_linear(op: OpView, c: Calls) -> OpView:
 def _activated(m: Match, c: Calls) -> Match | None:
     """Match a convolution of single pixels whose activation no later loop kernel would fuse; bind its linear."""
     op = m.anchor
-    single = tuple(spec_of(op.arg("weight")).shape[2:]) == (1, 1) == tuple(op.arg("stride")) and not any(op.arg("padding"))
+    single = {*spec_of(op.arg("weight")).shape[2:], *op.arg("stride")} == {1} and not any(op.arg("padding"))
     same = spec_of(m.out).dtype == spec_of(op.out).dtype
     named = epilogues.activation_of(m.last) is not None and epilogues.stored(m.out, c)
-    if not (single and same and named and _whole(m, c)):
+    if not (single and same and named and whole(m, c) and laid(m, c)):
         return None
     linear = _as_linear(op, c)
     return m.with_ops(linear=linear) if epilogues.suits(linear, c) else None
@@ -416,11 +426,11 @@ def _product_with_activation(m: Match, c: Calls) -> None:
     weight, bias = folded(m, c)
     matrix = b.prepare("aten::reshape.default", weight, tuple(spec_of(op.arg("weight")).shape[:2]))
     bias = b.prepare("aten::_to_copy.default", bias, dtype=spec_of(op.arg("weight")).dtype)
-    rows, made = c.ctx.value(None), c.ctx.value(None)
-    b.call("aten::permute.default", images(op.arg("input"), c), (0, 2, 3, 1), out=rows)
+    rows, made, spatial = c.ctx.value(None), c.ctx.value(None), spec_of(m.out).rank - 2
+    b.call("aten::permute.default", images(op.arg("input"), c), _channels_behind(spatial), out=rows)
     b.call(LINEAR, Ref(rows.id), matrix, bias, epilogues.activation_of(m.last), c.ctx.device.arch, None, out=made)
     stride = channels_last_strides(spec_of(m.out).shape)  # type: ignore[arg-type]
-    b.library("aten::permute.default", Ref(made.id), (0, 3, 1, 2), out=m.out, stride=stride, op=op)
+    b.library("aten::permute.default", Ref(made.id), _channels_second(spatial), out=m.out, stride=stride, op=op)
 
 
 NORM = maybe("batch_norm", _normed, "norm", rule="triton.conv.batch_norm")
@@ -432,25 +442,24 @@ PATCHES_BACKWARD = Row(
     "triton.conv_backward.patches", chain("conv_backward"), write=_weight_gradient, note="gradient of patches as a product"
 )
 
-BACKWARD = Row("triton.conv_backward.bias", chain("conv_backward"), write=_bias_gradient_apart, note="bias's gradient in a kernel")
+BACKWARD = Row(
+    "triton.conv_backward.bias", chain("conv_backward"), when=lambda m, c: backward_reason(m.anchor) is None,
+    write=_bias_gradient_apart, note="bias's gradient in a kernel",
+)  # fmt: skip
 
 ROWS = (
     Row("triton.conv.patches", chain("conv"), when=_cuts, write=_product, note="convolution of patches as a product"),
     Row(
-        "triton.conv.more_channels", chain("conv"), when=_unaligned, write=_with_more_channels,
-        note="convolution, channels-last, with channels of zeros",
-    ),
-    Row(
         "triton.conv.residual", chain("conv", NORM, one("add", _added, "add"), one("relu", capture="relu")),
-        when=_whole, extend=_with_other, also=_with_shortcut, write=_write, note=_note,
+        when=_fusible, extend=_with_other, also=_with_shortcut, write=_write, note=_note,
     ),
     Row(
         "triton.conv.activation", chain("conv", NORM, one(epilogues.ACTIVATIONS - {"relu"})),
         extend=_activated, pays=_activation_pays, write=_product_with_activation,
         note=lambda m: f"convolution as a product with {m.last.op}",
     ),
-    Row("triton.conv.relu", chain("conv", NORM, one("relu", capture="relu")), when=_whole, write=_write, note=_note),
-    Row("triton.conv.alone", chain("conv"), when=constant, write=_write, note=_note),
+    Row("triton.conv.relu", chain("conv", NORM, one("relu", capture="relu")), when=_fusible, write=_write, note=_note),
+    Row("triton.conv.alone", chain("conv"), when=laid, write=_write, note=_note),
     BIAS,
 )  # fmt: skip
 """Rows of convolutions, in matching order: those that `cudnn_convolution_relu` and its like take come first."""

@@ -24,7 +24,7 @@ from fusewright_triton.kernels.convolution_ops import CONVOLUTION, packed
 from fusewright_triton.kernels.product_ops import ACTIVATIONS
 from fusewright_triton.select import depthwise
 from fusewright_triton.select.calls import Calls
-from fusewright_triton.select.convolutions import NORM, constant, folded, padded
+from fusewright_triton.select.convolutions import NORM, constant, folded, padded, planar
 from fusewright_triton.select.epilogues import activation_of
 
 MOST, FEW, WIDE = 16, 8, 128
@@ -56,7 +56,7 @@ def _suits(m: Match, c: Calls) -> bool:
     """Reject images in planes in training, where the layout was chosen before."""
     op = m.anchor
     chosen = (c.graph.phase == "infer" and constant(m, c)) or layout_of(spec_of(op.arg("input"))) == "channels_last"
-    return chosen and suits(op) and (op.arg("groups") == 1 or constant(m, c))
+    return chosen and planar(op) and suits(op) and (op.arg("groups") == 1 or constant(m, c))
 
 
 def _same_type(op: OpView, m: Match, c: Calls) -> bool:

@@ -17,6 +17,7 @@ import torch
 from fusewright import _torch_compat as compat
 from fusewright import ops
 from fusewright.interface import CompileContext, OpView, Region, TensorSpec, Value
+from fusewright.ops.strides import CHANNELS_LAST
 from fusewright.plan.ir import Call, Instruction, Launch, Ref
 from fusewright.toolkit.fuse.call import LibraryCall
 from fusewright.toolkit.region.graph import RegionGraph, made_of
@@ -40,8 +41,10 @@ OWN_STRIDES = frozenset({"sdpa"})
 """Rows that accept any strides and whose result's strides do not depend on them."""
 
 
-_FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
-"""Layouts that a copy can request as a memory format."""
+def _format(spec: TensorSpec) -> torch.memory_format | None:
+    """The memory format that a copy can request for these strides; None if there is none."""
+    layout = layout_of(spec)
+    return torch.contiguous_format if layout == "contiguous" else CHANNELS_LAST[spec.rank] if layout == "channels_last" else None
 
 
 class Builder:
@@ -125,7 +128,7 @@ class Builder:
 
     def channels_last(self, value: Value) -> Value:
         """Copy images of fixed size to a dense channels-last tensor. The copy may be fused into a kernel."""
-        return self._dense(value, channels_last_strides, torch.channels_last)
+        return self._dense(value, channels_last_strides, CHANNELS_LAST[self.spec(value).rank])
 
     def _dense(self, value: Value, strides: Callable[..., tuple[int, ...]], layout: torch.memory_format) -> Value:
         def make() -> Value:
@@ -143,9 +146,9 @@ class Builder:
     def _restore(self, source: Value, value: Value) -> None:
         """Add an op that copies `source` to the graph's strides."""
         assert value.spec is not None
-        layout = layout_of(value.spec) if value.spec.static else ""
-        id = self._copy(source, value, _FORMATS.get(layout, torch.preserve_format))
-        if layout not in _FORMATS:  # no memory format describes these strides, so eager's clone would not produce them
+        layout = _format(value.spec) if value.spec.static else None
+        id = self._copy(source, value, layout or torch.preserve_format)
+        if layout is None:  # no memory format describes these strides, so eager's clone would not produce them
             self.calls.append(LibraryCall((id,), _restored(source, value, self.ctx)))
 
     def _copy(self, source: Value, value: Value, layout: torch.memory_format) -> int:
@@ -372,7 +375,7 @@ def _own_strides(op: OpView) -> bool:
 def _restored(made: Value, value: Value, ctx: CompileContext) -> tuple[Instruction, ...]:
     """Return the calls that copy `made` to the graph's strides of `value`."""
     assert value.spec is not None
-    known = _FORMATS.get(layout_of(value.spec))
+    known = _format(value.spec)
     if known is not None:
         return (Call("aten::clone.default", (Ref(made.id),), (value.id,), (("memory_format", known),)),)
     shape, stride = value.spec.shape, value.spec.stride
@@ -424,7 +427,7 @@ def same_strides(spec: TensorSpec, stride: Sequence[Any]) -> bool:
 def _usual_strides(t: torch.Tensor) -> tuple[int, ...]:
     """The strides of `t`, normalized to channels-last if they differ from it only in dimensions of size 1: torch treats
     such tensors as channels-last too (its group norm leaves an odd stride for a batch of one)."""
-    if t.dim() != 4 or t.is_contiguous():
+    if t.dim() not in CHANNELS_LAST or t.is_contiguous():
         return t.stride()
     usual = channels_last_strides(t.shape)
     pairs = zip(t.shape, t.stride(), usual, strict=True)

@@ -258,10 +258,10 @@ class Part:
 
 
 def layout_of(spec: TensorSpec) -> str:
-    """Return "contiguous", "channels_last" (4-d) or "strided". A dim of size 1 may have any stride."""
+    """Return "contiguous", "channels_last" (4-d or 5-d) or "strided". A dim of size 1 may have any stride."""
     if _follows(spec, range(spec.rank - 1, -1, -1)):
         return "contiguous"
-    if spec.rank == 4 and _follows(spec, (1, 3, 2, 0)):
+    if spec.rank in (4, 5) and _follows(spec, (1, *range(spec.rank - 1, 1, -1), 0)):
         return "channels_last"
     return "strided"
 

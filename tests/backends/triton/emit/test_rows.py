@@ -16,13 +16,14 @@ from fusewright.interface import Fragment, RuleLog
 from fusewright.toolkit.region import gemv
 from fusewright.toolkit.region.rewrite import Row
 from fusewright_triton.backend import NvidiaTriton
-from fusewright_triton.select import convolutions, products, quantized
+from fusewright_triton.select import convolutions, more_channels, products, quantized
 from fusewright_triton.select.attention import decode, sdpa, short_sequence, unfused
 from tests.backends.triton.select.test_calls import REAL, Net, block, text
 from tests.fragments import Context, by_preference
 
 ROWS: tuple[Row, ...] = (
-    *gemv.ROWS, *products.ROWS, *quantized.MM, *quantized.INT_MM, *convolutions.ROWS,
+    *gemv.ROWS, *products.ROWS, *quantized.MM, *quantized.INT_MM, *convolutions.ROWS, *more_channels.ROWS,
+    convolutions.BACKWARD, convolutions.PATCHES_BACKWARD, more_channels.BACKWARD,
     *decode.ROWS, *short_sequence.ROWS, *sdpa.ROWS, *unfused.ROWS,
 )  # fmt: skip
 

@@ -15,13 +15,14 @@ pytest.importorskip("triton", reason="triton is not installed; pip install './ba
 import torch
 
 from fusewright.interface import Device, Fragment, OpView, Phase, Value
+from fusewright.ops.strides import CHANNELS_LAST
 from fusewright.plan.ir import Call, Launch, Ref
 from fusewright.toolkit.backend.library import LoweringTable
 from fusewright.toolkit.fuse.call import LibraryCall
 from fusewright.toolkit.fuse.fuser import fuse
-from fusewright.toolkit.region.graph import Claim
+from fusewright.toolkit.region.graph import Claim, spec_of
 from fusewright_triton.backend import NvidiaTriton, RocmTriton, TritonBackend
-from fusewright_triton.select import convolutions
+from fusewright_triton.select import convolutions, more_channels
 from fusewright_triton.select.calls import Calls, OpCode, rewritten
 from tests import fragments
 from tests.backends.onednn.common import close
@@ -46,16 +47,19 @@ class Net(Sketch):
         return self.input(torch.randn(*shape).to(self.dtype), const)
 
     def images(self, *shape: int) -> Value:
-        return self.input(torch.randn(*shape).to(self.dtype).to(memory_format=torch.channels_last))
+        return self.input(torch.randn(*shape).to(self.dtype).to(memory_format=CHANNELS_LAST[len(shape)]))
 
     def weight(self, *shape: int) -> Value:
         return self.input((torch.randn(*shape) / 4).to(self.dtype), const=True)
 
     def conv(self, x: Value, i: int, o: int, k: int = 3, bias: bool = False, **more: Any) -> Value:
-        how = {"stride": (1, 1), "padding": (k // 2, k // 2), "dilation": (1, 1), "groups": 1, **more}
+        dims = spec_of(x).rank - 2
+        ones, zeros = (1,) * dims, (0,) * dims
+        how = {"stride": ones, "padding": (k // 2,) * dims, "dilation": ones, "transposed": False, "groups": 1, **more}
         b = self.weight(o) if bias else None
-        w = self.weight(o, i // how["groups"], k, k)
-        return self.op("conv", x, w, b, how["stride"], how["padding"], how["dilation"], False, (0, 0), how["groups"])
+        (first, second), groups = (i, o) if how["transposed"] else (o, i), how["groups"]
+        w = self.weight(first, second // groups, *(k,) * dims)
+        return self.op("conv", x, w, b, how["stride"], how["padding"], how["dilation"], how["transposed"], zeros, groups)
 
     def norm(self, x: Value, c: int) -> Value:
         variance = self.input((torch.rand(c) + 0.5).to(self.dtype), const=True)
@@ -113,7 +117,7 @@ def block(g: Net, x: Value, shortcut: bool = False) -> Value:
 @pytest.mark.parametrize(("channels", "outs", "k"), [(18, 18, 3), (24, 27, 1), (20, 16, 3), (12, 30, 1)])
 def test_channels_that_libraries_pad(monkeypatch: pytest.MonkeyPatch, channels: int, outs: int, k: int, bias: bool) -> None:
     """Zeros are written behind the channels of images by the kernel before, and those behind results are not read."""
-    monkeypatch.setattr(convolutions, "LARGE", 1)
+    monkeypatch.setattr(more_channels, "LARGE", 1)
     g = Net()
     x = g.relu(g.images(2, channels, 6, 5))
     fragment = check(g, [g.relu(g.norm(g.conv(x, channels, outs, k, bias), outs))])
@@ -122,7 +126,7 @@ def test_channels_that_libraries_pad(monkeypatch: pytest.MonkeyPatch, channels: 
 
 
 def test_an_infinity_behind_odd_channels_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(convolutions, "LARGE", 1)
+    monkeypatch.setattr(more_channels, "LARGE", 1)
     g = Net()
     x = torch.randn(1, 18, 8, 8).to(BF16).to(memory_format=torch.channels_last)
     x[0, 3, 1, 1] = torch.inf
@@ -235,17 +239,16 @@ def test_only_cudnn_and_half_types_get_channels_last() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "transposed", "reason"),
+    ("shape", "reason"),
     [
-        ((2, 8, 7), False, "only 2-d convolutions"), ((2, 8, 7, 7), True, "not transposed"),
-        ((0, 8, 7, 7), False, "empty or symbolic"),
+        ((2, 8, 7), "neither 2-d nor 3-d"), ((0, 8, 7, 7), "empty or symbolic"), ((0, 8, 7, 7, 7), "empty or symbolic"),
     ],
 )  # fmt: skip
-def test_what_stays_torchs_own_convolution(shape: tuple[int, ...], transposed: bool, reason: str) -> None:
+def test_what_stays_torchs_own_convolution(shape: tuple[int, ...], reason: str) -> None:
     g = Net()
     spatial = len(shape) - 2
     ones, zeros = (1,) * spatial, (0,) * spatial
-    g.op("conv", g.tensor(*shape), g.weight(8, 8, *(3,) * spatial), None, ones, ones, ones, transposed, zeros, 1)
+    g.op("conv", g.tensor(*shape), g.weight(8, 8, *(3,) * spatial), None, ones, ones, ones, False, zeros, 1)
     found = convolutions.reason(g.ops[-1])
     assert found is not None and reason in found
 
