@@ -290,6 +290,8 @@ def _columns(kernel: Kernel, shape: _Shape, target: Target, static: bool) -> Con
     every = tuple(range(shape.n_p))
     inner = max(range(shape.n_p), key=lambda a: shape.bytes_along[a])
     block = min(max(128 // shape.width, 16), _pow2(_neighbours(kernel, shape, inner)))
+    while block > 1 and shape.points < block * target.units and not splittable(kernel):
+        block //= 2  # programs cannot share a row: as many as there are columns
     row = _pow2(max(shape.row, 2))
     if static and shape.row and row * block <= 4096:
         while block * row < 2048 and block * 2 * 2 * target.units <= shape.points:
