@@ -147,14 +147,20 @@ class Scanned(abc.ABC):
         if not alike(value_of(states), value_of(stack)):
             return False
         if others:
-            self._replace(self.last, call("select", (states, dim, -1)))
+            piece = call("select", (states, dim, -1))
+            if not alike(value_of(self._copy(piece)), value_of(self.last)):  # eager's operands lie otherwise in memory
+                return False
+            self._replace(self.last, piece)
         self.r.replace(stack, states)
         return True
+
+    def _copy(self, piece: Node) -> Node:
+        return self.r.call("clone", (piece,), kwargs={"memory_format": torch.preserve_format})
 
     def _replace(self, node: Node, piece: Node) -> None:
         """Let the readers of a state read a piece of all states, or a copy of it if they show its memory to others."""
         if node in self.shown:
-            copy = self.r.call("clone", (piece,), kwargs={"memory_format": torch.preserve_format})
+            copy = self._copy(piece)
             for user in [u for u in node.users if u.op == "output" or u in self.r.exposed]:
                 user.replace_input_with(node, copy)
             self.r.exposed = self.r.exposed - {node} | {copy}

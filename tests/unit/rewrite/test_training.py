@@ -342,3 +342,24 @@ def test_any_step_of_a_state_space_model_is_eagers(
     results = model(*inputs)
     if all(r.requires_grad for r in (results if last else [results])):
         assert _rolled(model, inputs)[0].hits[recurrence.ID] == 1
+
+
+def test_a_tensor_that_is_filled_in_part_has_gradients() -> None:
+    """Autograd has a derivative of copies in place only."""
+
+    def fn(a: Tensor, b: Tensor, c: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        out, hs = a.new_zeros(5, STEPS, 4), _states(a, b, h)
+        for t in range(1, STEPS):
+            out[:, t] = hs[t].sum() * c[t].sum()
+        return out, torch.stack(hs)
+
+    _rolled(fn, _inputs())
+
+
+def test_the_last_state_lies_in_memory_as_eagers() -> None:
+    def fn(a: Tensor, b: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        hs = _states(a, b, h)
+        return torch.stack(hs, 1), hs[-1]
+
+    a, b, _, h = _inputs()
+    _rolled(fn, [a.detach().mT.contiguous().mT.requires_grad_(), b, h])
