@@ -86,16 +86,30 @@ class Scanned(abc.ABC):
     def replaced(self) -> bool:
         """Replace the steps by pieces of a scan; whether that was possible."""
         first = self.chain[0].node
-        start = first.prev
-        with self.r.graph.inserting_before(first):
-            found = next(self.operands(), None) if self._worth_it() else None
-            if found is None or not self._known(start, first) or not (self._stacked(*found) or self._in_pieces(*found)):
-                return False
+        start, done = first.prev, False
+        try:
+            done = self._replaced(start, first)
+        finally:
+            if not done:
+                self._drop(start, first)
+        if not done:
+            return False
         self._hoist(start, first)
         for node in sorted(own(self.chain), key=self.place.__getitem__, reverse=True):
             if not node.users:
                 self.r.graph.erase_node(node)
         return True
+
+    def _replaced(self, start: Node, first: Node) -> bool:
+        with self.r.graph.inserting_before(first):
+            found = next(self.operands(), None) if self._worth_it() else None
+            return found is not None and self._known(start, first) and (self._stacked(*found) or self._in_pieces(*found))
+
+    def _drop(self, start: Node, first: Node) -> None:
+        """Erase what was made in vain: it may read what is computed after the first step."""
+        for made in reversed([*self._made(start, first)]):
+            if not made.users:
+                self.r.graph.erase_node(made)
 
     @staticmethod
     def _made(start: Node, first: Node) -> Iterator[Node]:

@@ -363,3 +363,23 @@ def test_the_last_state_lies_in_memory_as_eagers() -> None:
 
     a, b, _, h = _inputs()
     _rolled(fn, [a.detach().mT.contiguous().mT.requires_grad_(), b, h])
+
+
+def test_a_chain_that_reads_a_later_state_of_another_stays() -> None:
+    """What was made for its scan, and reads that state, is not left behind."""
+
+    def fn(a: Tensor, b: Tensor, first: Tensor, other: Tensor, last: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        ys = []
+        for t in range(a.shape[2]):
+            x, y = a[:, :, t], b[:, :, t]
+            first, other, last = (
+                torch.tanh(first) * y,
+                torch.sigmoid(y) * other + (1 - torch.sigmoid(x)) * (last @ w),
+                torch.clamp(x * last + y, -4, 4),
+            )
+            ys.append(last + first)
+        return sum(ys), other, ys[1]  # type: ignore[return-value]
+
+    torch.manual_seed(0)
+    shapes = ((2, 4, 12), (2, 4, 12), (2, 4), (2, 4), (2, 4), (4, 4))
+    _rolled(fn, [torch.randn(s, dtype=torch.float64).requires_grad_() for s in shapes])
