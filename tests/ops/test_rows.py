@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -78,6 +80,30 @@ def test_row_follows_eager(op: Op, dtype: torch.dtype, case: Case) -> None:
         if got is not None and i not in UNDEFINED.get(op.name, ()):
             assert want is not None and want.shape == got.shape
             _close(got, want, dtype, MORE_ULPS.get(op.name, 1))
+
+
+MIXED = (torch.bfloat16, torch.float64, torch.int64)
+NEVER_MIXED = ("dropout_backward", "conv_backward", "quantize_tensor")
+"""Rows without such calls: masks of dropout are bool, eager refuses the convolution before its gradient, and a scale of an integer
+type would be zero."""
+
+
+@pytest.mark.parametrize("op", [o for o in ops.OPS.values() if o.name not in NEVER_MIXED], ids=lambda o: o.name)
+def test_dtypes_of_mixed_operands_are_eagers(op: Op) -> None:
+    for args, kwargs in _with_an_operand_of_another_dtype(op):
+        try:
+            outs = flat(op.target(*mapped(args, torch.clone), **kwargs))
+        except (RuntimeError, IndexError, AssertionError):
+            continue  # eager refuses these dtypes
+        assert op.dtypes(args, kwargs) == tuple(None if o is None else o.dtype for o in outs)
+
+
+def _with_an_operand_of_another_dtype(op: Op) -> Iterator[tuple[list[Any], dict[str, Any]]]:
+    args, kwargs = arguments(op, CASES[op.name][0], dtypes_of(op)[0])
+    given = list(rules.tensors(args))
+    for k, dtype in itertools.product(range(len(given)), MIXED if len(given) > 1 else ()):
+        if given[k].is_floating_point():
+            yield with_tensors(args, iter([*given[:k], given[k].to(dtype), *given[k + 1 :]])), kwargs
 
 
 COMPOSITES = [op for op in ops.OPS.values() if op.decompose is not None]

@@ -122,6 +122,22 @@ def test_traced_strides_are_eagers(name: str, device: str) -> None:
     assert not list(differences(ops.OPS[name], device))[:5]
 
 
+LOSSES = [n for n in NAMES if n.endswith("_loss") or n == "bce_with_logits"]
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_of_half_types_lies_in_memory_as_eagers(name: str) -> None:
+    """Operands are converted before FakeTensor compares their strides, and the copy of an expanded one is dense."""
+    op, compared = ops.OPS[name], 0
+    for case in CASES[name]:
+        args, kwargs = case.make(torch.float16)
+        for _, given in variants(args):
+            compared += 1
+            got, want = flat(traced(op, given, kwargs)), flat(op.target(*given, **kwargs))
+            assert [steps(g) for g in got] == [steps(w) for w in want]
+    assert compared > 10
+
+
 DENSE = "layer_norm_backward rms_norm_backward log_softmax_backward dropout_backward batch_norm_backward".split()
 
 

@@ -169,7 +169,7 @@ def _shaped(val: torch.Tensor, shape: tuple[Any, ...] | None) -> torch.Tensor:
 def _mend_dtypes(graph: Graph, node: Node, row: ops.Op) -> None:
     """Take the table's dtype where it knows better than torch's metadata what eager returns (statistics of norms)."""
     val = node.meta.get("val")
-    if not isinstance(val, tuple | list):
+    if not isinstance(val, tuple | list) and not row.fake_differs:
         return
     args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), retrace.value_of)
     mended = retrace.typed(row, args, kwargs, val)

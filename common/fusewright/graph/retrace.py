@@ -178,14 +178,17 @@ def _settled(fake: torch.Tensor | None) -> Iterator[None]:
 
 
 def typed(row: ops.Op | None, args: Any, kwargs: Any, val: Any) -> Any:
-    """Correct the dtypes of several traced results by the row's rules: for a norm's gradients torch takes them from the
-    statistics, eager from the input. Returns `val` itself if nothing differs."""
-    if row is None or not isinstance(val, tuple | list):
+    """Correct the dtypes of traced results by the row's rules, where there are several or torch is known to differ: for a norm's
+    gradients torch takes them from the statistics, eager from the input. Returns `val` itself if nothing differs."""
+    several = isinstance(val, tuple | list)
+    if row is None or not (several or row.fake_differs):
         return val
-    dtypes = row.dtypes(args, kwargs)
+    vals = val if several else (val,)
     known = [v if d is None or not isinstance(v, torch.Tensor) or v.dtype == d else fake_like(v, dtype=d)
-             for v, d in zip(val, dtypes, strict=False)]  # fmt: skip
-    return val if all(map(operator.is_, val, known)) else (*known, *val[len(known) :])
+             for v, d in zip(vals, row.dtypes(args, kwargs), strict=False)]  # fmt: skip
+    if all(map(operator.is_, vals, known)):
+        return val
+    return (*known, *vals[len(known) :]) if several else known[0]
 
 
 def as_eager(row: ops.Op | None, args: Any, kwargs: Any, val: Any) -> Any:

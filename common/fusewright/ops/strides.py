@@ -159,6 +159,11 @@ def _kept(a: Args) -> tuple[torch.Tensor | None, ...]:
     return _contiguous("self")(a) if a["dim"] == [] and a["self"].dim() else ()
 
 
+def _unreduced(a: Args) -> tuple[torch.Tensor | None, ...]:
+    """A loss of each element is iterated; a reduced one is a scalar."""
+    return _iterated("self", "target")(a) if a["reduction"] == 0 else ()
+
+
 RULES: dict[str, Rule] = {
     **dict.fromkeys(
         "add sub mul div fmod remainder maximum minimum fmax fmin atan2 hypot eq ne lt le gt ge".split(), _of_expanded
@@ -181,6 +186,7 @@ RULES: dict[str, Rule] = {
     "any": _kept,
     "all": _kept,
     "index_fill": _cloned("self"),
+    **{n: _unreduced for n in ("mse_loss", "smooth_l1_loss")},
     "mse_loss_backward": _contiguous("self"),
     "smooth_l1_loss_backward": _contiguous("self"),
     "roll": _on_cpu(_suggested("self"), "self"),

@@ -356,13 +356,16 @@ class _Coupled(Scanned):
         """Replace the values that others read by pieces of a scan; whether that was possible."""
         values = (n for p in self.found.results for n in self.found.body.calls[p])
         first = min(u for n in values for u in n.users if u not in self.found.own)
-        start = first.prev
-        with self.r.graph.inserting_before(first):
-            operands = next(self.operands(), None) if self._worth_it() and self._alike() else None
-            if operands is None or not self._known(start, first) or not self._pieces(operands[0]):
-                while first.prev is not start:
-                    self.r.graph.erase_node(first.prev)
-                return False
+        start, done = first.prev, False
+        try:
+            with self.r.graph.inserting_before(first):
+                operands = next(self.operands(), None) if self._worth_it() and self._alike() else None
+                done = operands is not None and self._known(start, first) and self._pieces(operands[0])
+        finally:
+            if not done:
+                self._drop(start, first)
+        if not done:
+            return False
         self._hoist(start, first)
         for node in sorted(set(self.found.nodes), reverse=True):
             if not node.users:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from torch.fx import Graph, Node
 
@@ -114,7 +114,19 @@ def _value(r: Rewriter, write: Write) -> Node | None:
     value: Any = write.node.args[1]
     if READER.name(value) != "copy":
         return value if value_of(value).dtype == value_of(write.node).dtype else None
-    place, source = value.args[:2]
+    return copied(r, value)
+
+
+def copies_into_piece(node: Node) -> bool:
+    """Whether a copy is only read as a piece that replaces another: its strides do not matter."""
+    return READER.name(node) == "copy" and all(
+        READER.name(u) in ("select_scatter", "slice_scatter") and u.args[1] is node and u.args[0] is not node for u in node.users
+    )
+
+
+def copied(r: Rewriter, copy: Node) -> Node | None:
+    """What a copy holds, in the type and shape of its place."""
+    place, source = cast("tuple[Node, Any]", copy.args[:2])
     like, x = value_of(place), value_of(source)
     if not isinstance(source, Node) or x.device != like.device:
         return None

@@ -86,16 +86,30 @@ class Scanned(abc.ABC):
     def replaced(self) -> bool:
         """Replace the steps by pieces of a scan; whether that was possible."""
         first = self.chain[0].node
-        start = first.prev
-        with self.r.graph.inserting_before(first):
-            found = next(self.operands(), None) if self._worth_it() else None
-            if found is None or not self._known(start, first) or not (self._stacked(*found) or self._in_pieces(*found)):
-                return False
+        start, done = first.prev, False
+        try:
+            done = self._replaced(start, first)
+        finally:
+            if not done:
+                self._drop(start, first)
+        if not done:
+            return False
         self._hoist(start, first)
         for node in sorted(own(self.chain), key=self.place.__getitem__, reverse=True):
             if not node.users:
                 self.r.graph.erase_node(node)
         return True
+
+    def _replaced(self, start: Node, first: Node) -> bool:
+        with self.r.graph.inserting_before(first):
+            found = next(self.operands(), None) if self._worth_it() else None
+            return found is not None and self._known(start, first) and (self._stacked(*found) or self._in_pieces(*found))
+
+    def _drop(self, start: Node, first: Node) -> None:
+        """Erase what was made in vain: it may read what is computed after the first step."""
+        for made in reversed([*self._made(start, first)]):
+            if not made.users:
+                self.r.graph.erase_node(made)
 
     @staticmethod
     def _made(start: Node, first: Node) -> Iterator[Node]:
@@ -147,14 +161,20 @@ class Scanned(abc.ABC):
         if not alike(value_of(states), value_of(stack)):
             return False
         if others:
-            self._replace(self.last, call("select", (states, dim, -1)))
+            piece = call("select", (states, dim, -1))
+            if not alike(value_of(self._copy(piece)), value_of(self.last)):  # eager's operands lie otherwise in memory
+                return False
+            self._replace(self.last, piece)
         self.r.replace(stack, states)
         return True
+
+    def _copy(self, piece: Node) -> Node:
+        return self.r.call("clone", (piece,), kwargs={"memory_format": torch.preserve_format})
 
     def _replace(self, node: Node, piece: Node) -> None:
         """Let the readers of a state read a piece of all states, or a copy of it if they show its memory to others."""
         if node in self.shown:
-            copy = self.r.call("clone", (piece,), kwargs={"memory_format": torch.preserve_format})
+            copy = self._copy(piece)
             for user in [u for u in node.users if u.op == "output" or u in self.r.exposed]:
                 user.replace_input_with(node, copy)
             self.r.exposed = self.r.exposed - {node} | {copy}

@@ -16,6 +16,7 @@ from fusewright import _torch_compat as compat
 from fusewright.capture import direct
 from fusewright.graph.canonicalize import canonicalize
 from fusewright.graph.cse import merge_common
+from fusewright.graph.effects import drop_dead_code
 from fusewright.graph.view import is_projection
 from fusewright.interface import RuleLog
 from fusewright.rewrite import associative, filled, recurrence, scanned, unrolled
@@ -104,10 +105,24 @@ def _rolled(recorded: Graph, rules: RuleLog) -> Graph | None:
         if single <= kept:  # a tree, whose rule knows no chains
             return None
         kept |= single
-    if not tried.hits:
+    if not tried.hits or not _derivable(graph):
         return None
     rules.hits, rules.spent = tried.hits, tried.spent
     return graph
+
+
+_WITHOUT_DERIVATIVE = ("copy", "bernoulli_p", "normal")
+"""Rows for writes in place that autograd knows in place only."""
+
+
+def _derivable(graph: Graph) -> bool:
+    """Whether autograd has a derivative of every op, once what is copied into a piece of a tensor is taken as it is."""
+    r = Rewriter(graph, RuleLog())
+    for node in [n for n in graph.nodes if filled.copies_into_piece(n)]:
+        if (source := r.attempt(node, filled.copied, r, node)) is not None:
+            r.replace(node, source)
+    drop_dead_code(graph)
+    return not any(READER.name(n) in _WITHOUT_DERIVATIVE for n in graph.nodes)
 
 
 def _copy(graph: Graph) -> Graph:

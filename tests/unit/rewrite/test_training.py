@@ -342,3 +342,44 @@ def test_any_step_of_a_state_space_model_is_eagers(
     results = model(*inputs)
     if all(r.requires_grad for r in (results if last else [results])):
         assert _rolled(model, inputs)[0].hits[recurrence.ID] == 1
+
+
+def test_a_tensor_that_is_filled_in_part_has_gradients() -> None:
+    """Autograd has a derivative of copies in place only."""
+
+    def fn(a: Tensor, b: Tensor, c: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        out, hs = a.new_zeros(5, STEPS, 4), _states(a, b, h)
+        for t in range(1, STEPS):
+            out[:, t] = hs[t].sum() * c[t].sum()
+        return out, torch.stack(hs)
+
+    _rolled(fn, _inputs())
+
+
+def test_the_last_state_lies_in_memory_as_eagers() -> None:
+    def fn(a: Tensor, b: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        hs = _states(a, b, h)
+        return torch.stack(hs, 1), hs[-1]
+
+    a, b, _, h = _inputs()
+    _rolled(fn, [a.detach().mT.contiguous().mT.requires_grad_(), b, h])
+
+
+def test_a_chain_that_reads_a_later_state_of_another_stays() -> None:
+    """What was made for its scan, and reads that state, is not left behind."""
+
+    def fn(a: Tensor, b: Tensor, first: Tensor, other: Tensor, last: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        ys = []
+        for t in range(a.shape[2]):
+            x, y = a[:, :, t], b[:, :, t]
+            first, other, last = (
+                torch.tanh(first) * y,
+                torch.sigmoid(y) * other + (1 - torch.sigmoid(x)) * (last @ w),
+                torch.clamp(x * last + y, -4, 4),
+            )
+            ys.append(last + first)
+        return sum(ys), other, ys[1]  # type: ignore[return-value]
+
+    torch.manual_seed(0)
+    shapes = ((2, 4, 12), (2, 4, 12), (2, 4), (2, 4), (2, 4), (4, 4))
+    _rolled(fn, [torch.randn(s, dtype=torch.float64).requires_grad_() for s in shapes])

@@ -395,4 +395,4 @@ def bce_with_logits_ref(x: Any, target: Any, weight: Any = None, pos_weight: Any
 
 
 def bce_with_logits(x: Any, target: Any, weight: Any = None, pos_weight: Any = None, reduction: int = 1) -> Any:
-    return bce_with_logits_ref(widened(x), widened(target), weight, pos_weight, reduction).to(x.dtype)
+    return bce_with_logits_ref(widened(x), widened(target), weight, pos_weight, reduction).to(target.dtype)

@@ -19,13 +19,18 @@ _op = partial(row, Kind.COMPOSITE)
 _GRAD = dt.dtype_of("grad_output")
 
 
+_RESULT = (0,)
+"""The result of rows whose dtype FakeTensor gets wrong for operands of several dtypes (`Op.fake_differs`)."""
+
+
 def _elementwise(
     name: str, reference: Any, doc: str, second: str = "self", dtype_rule: Any = None, decompose: Any = None
 ) -> Op:
     q = f"aten::{name}"
     rule = dtype_rule or dt.promote("grad_output", second)
     decompose = decompose or torch_decomposition(q)
-    return _op(name, q, rule, sh.broadcast("grad_output", second), reference, doc, "", decompose)
+    differs = _RESULT if name in ("mish_backward", "threshold_backward") else ()
+    return _op(name, q, rule, sh.broadcast("grad_output", second), reference, doc, "", decompose, differs)
 
 
 def softmax_backward_dtype(a: Args) -> tuple[torch.dtype]:
@@ -125,11 +130,11 @@ SAVED: dict[str, tuple[tuple[str, str], DtypeRule]] = {
 ROWS: tuple[Op, ...] = (
     _elementwise("gelu_backward", b.gelu_backward, "gradient of gelu"),
     _elementwise("silu_backward", b.silu_backward, "gradient of silu"),
-    _elementwise("mish_backward", b.mish_backward_ref, "gradient of mish", decompose=b.mish_backward),
+    _elementwise("mish_backward", b.mish_backward_ref, "gradient of mish", dtype_rule=dt.SELF,
+        decompose=b.mish_backward),
     _elementwise("tanh_backward", b.tanh_backward, "gradient of tanh from its output", "output"),
     _elementwise("sigmoid_backward", b.sigmoid_backward, "gradient of sigmoid from its output", "output"),
-    _elementwise("threshold_backward", b.threshold_backward, "gradient of relu and threshold",
-        dtype_rule=_GRAD),
+    _elementwise("threshold_backward", b.threshold_backward, "gradient of relu and threshold"),
     _elementwise("hardtanh_backward", b.hardtanh_backward, "gradient of hardtanh and relu6"),
     _elementwise("hardswish_backward", b.hardswish_backward, "gradient of hardswish"),
     _elementwise("hardsigmoid_backward", b.hardsigmoid_backward, "gradient of hardsigmoid"),
@@ -170,12 +175,11 @@ ROWS: tuple[Op, ...] = (
         sdpa_backward_shapes, b.sdpa_backward, "gradients of sdpa_with_lse", "Dao et al., arXiv:2205.14135"),
     _op("nll_loss_backward", "aten::nll_loss_backward", dt.SELF, sh.SAME, b.nll_loss_backward,
         "gradient of nll_loss", "", torch_decomposition("aten::nll_loss_backward")),
-    _op("mse_loss_backward", "aten::mse_loss_backward", dt.promote("grad_output", "self", "target"),
-        sh.broadcast("self", "target"), b.mse_loss_backward, "gradient of mse_loss", "",
-        torch_decomposition("aten::mse_loss_backward")),
-    _op("smooth_l1_loss_backward", "aten::smooth_l1_loss_backward",
-        dt.promote("grad_output", "self", "target"), sh.broadcast("self", "target"), b.smooth_l1_backward,
-        "gradient of smooth_l1_loss", "", torch_decomposition("aten::smooth_l1_loss_backward")),
+    _op("mse_loss_backward", "aten::mse_loss_backward", dt.SELF, sh.broadcast("self", "target"),
+        b.mse_loss_backward, "gradient of mse_loss", "", torch_decomposition("aten::mse_loss_backward"), _RESULT),
+    _op("smooth_l1_loss_backward", "aten::smooth_l1_loss_backward", dt.SELF, sh.broadcast("self", "target"),
+        b.smooth_l1_backward, "gradient of smooth_l1_loss", "",
+        torch_decomposition("aten::smooth_l1_loss_backward"), _RESULT),
     _op("weight_norm_backward", "aten::_weight_norm_interface_backward", weight_norm_grad_dtypes,
         weight_norm_grad_shapes, b.weight_norm_backward, "gradients of weight_norm by v and g"),
     _grad_of_input("max_pool2d_backward", b.max_pool2d_backward, "gradient of max_pool2d",

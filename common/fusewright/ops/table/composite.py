@@ -202,7 +202,7 @@ ROWS: tuple[Op, ...] = (
     _op("smooth_l1_loss", "aten::smooth_l1_loss", dt.promote("self", "target"), pointwise_loss_shape,
         m.smooth_l1_ref, "quadratic below beta, linear above, reduced", "Girshick, arXiv:1504.08083",
         m.smooth_l1),
-    _op("bce_with_logits", "aten::binary_cross_entropy_with_logits", dt.SELF, pointwise_loss_shape,
+    _op("bce_with_logits", "aten::binary_cross_entropy_with_logits", dt.dtype_of("target"), pointwise_loss_shape,
         m.bce_with_logits_ref, "binary cross entropy of sigmoid(self), reduced", "", m.bce_with_logits),
 )
 # fmt: on
