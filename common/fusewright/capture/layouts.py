@@ -304,6 +304,9 @@ def _in_channels_last(graph: Graph, made: dict[Node, Node], n: Node) -> Node:
     image, weight = _given(conv, 0, "input"), _given(conv, 1, "weight")
     with graph.inserting_before(conv):
         last = graph.call_method("contiguous", (image,), {"memory_format": CHANNELS_LAST[_example(n).dim()]})
+        if _example(_given(n, 0, "input")).shape[1] == 1:  # in either layout, so that the convolution would leave planes
+            points = graph.call_method("squeeze", (last, 1))
+            last = graph.call_method("movedim", (graph.call_method("unsqueeze", (points, -1)), -1, 1))
         packed = graph.call_function(channels_last_weight, (weight,))
     conv.replace_input_with(image, last)
     conv.replace_input_with(weight, packed)

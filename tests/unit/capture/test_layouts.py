@@ -20,13 +20,14 @@ class Images(nn.Module):
     """Two convolutions of two or three spatial dims, the second perhaps a transposed one, followed by other ops."""
 
     def __init__(
-        self, then: Callable[..., Any], outs: int = 8, kernel: Any = 3, width: int = 8, kind: str = "Conv2d", **how: Any
-    ) -> None:
+        self, then: Callable[..., Any], outs: int = 8, kernel: Any = 3, width: int = 8, kind: str = "Conv2d", ins: int = 4,
+        **how: Any,
+    ) -> None:  # fmt: skip
         super().__init__()
         dims = int(kind[-2])
-        self.first, self.norm = getattr(nn, f"Conv{dims}d")(4, width, 3), getattr(nn, f"BatchNorm{dims}d")(width)
+        self.first, self.norm = getattr(nn, f"Conv{dims}d")(ins, width, 3), getattr(nn, f"BatchNorm{dims}d")(width)
         self.second, self.then = getattr(nn, kind)(width, outs, kernel, **how), then
-        self.shape = (2, 4, *(9, 9, 8)[:dims])
+        self.shape = (2, ins, *(9, 9, 8)[:dims])
 
     def forward(self, x: torch.Tensor) -> Any:
         return self.then(self.second(F.relu(self.norm(self.first(x)))))
@@ -103,10 +104,11 @@ def test_results_and_gradients_are_eagers(then: Callable[..., Any], kind: str) -
     assert [t.stride() for t in (*results, *found)] == [t.stride() for t in (*wanted, *gradients)]
 
 
+@pytest.mark.parametrize("ins", [4, 1])
 @pytest.mark.parametrize("kind", KINDS)
-def test_images_are_channels_last_between_convolutions(kind: str) -> None:
-    """The second convolution receives the layout that it requests."""
-    module, asked = Images(lambda x: x, kind=kind), list[bool]()
+def test_images_are_channels_last_between_convolutions(kind: str, ins: int) -> None:
+    """The second convolution receives the layout that it requests, also where an image of one channel is in either layout."""
+    module, asked = Images(lambda x: x, kind=kind, ins=ins), list[bool]()
     convolutions = {torch.conv2d, torch.conv3d, torch.conv_transpose2d, torch.conv_transpose3d}
 
     def backend(gm: Any, inputs: Any) -> Any:
@@ -126,6 +128,17 @@ def test_images_are_channels_last_between_convolutions(kind: str) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         torch.compile(module, backend=backend)(torch.randn(module.shape))
     assert len(asked) == 6 and all(asked)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_images_of_one_channel_give_eagers_results(kind: str) -> None:
+    torch.manual_seed(1)
+    module = Images(lambda x: x, kind=kind, ins=1)
+    wanted, gradients = eager(module)
+    rewritten, results, found = run(module)
+    assert rewritten
+    assert_same([*results, *found], [*wanted, *gradients])
+    assert all(t.is_contiguous() for t in (*results, *found, *wanted, *gradients))
 
 
 @pytest.mark.parametrize("kind", KINDS)

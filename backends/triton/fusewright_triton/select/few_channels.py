@@ -55,7 +55,7 @@ def suits(op: OpView) -> bool:
 def _suits(m: Match, c: Calls) -> bool:
     """Reject images in planes in training, where the layout was chosen before."""
     op = m.anchor
-    chosen = (c.graph.phase == "infer" and constant(m, c)) or layout_of(spec_of(op.arg("input"))) == "channels_last"
+    chosen = (c.graph.phase == "infer" and constant(m, c)) or layout_of(spec_of(op.out)) == "channels_last"
     return chosen and planar(op) and suits(op) and (op.arg("groups") == 1 or constant(m, c))
 
 
