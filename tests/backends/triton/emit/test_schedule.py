@@ -141,3 +141,20 @@ def test_few_columns_that_cannot_be_shared_have_a_program_each() -> None:
     simulate(running_sum(300, 8), [x, out], target=H100)
     assert torch.equal(out, x.cumsum(0))
     assert choose(running_sum(64, 65_536), H100).tiles[0].block > 1
+
+
+def column_sums(outer: int, row: int, inner: int, dtype: str = "bf16") -> Kernel:
+    b = Builder("column_sums", p=[outer, inner], r=[row])
+    x, out = b.input("x", dtype), b.output("out", dtype)
+    o, i, r = b.axes
+    b.store(out, o * inner + i, b.reduce("sum", b.load(x, o * (row * inner) + r * inner + i).to("f32")).to(dtype))
+    return b.build()
+
+
+def test_lanes_hold_much_of_short_columns_where_programs_are_enough() -> None:
+    """Sums of 16 in 67 million took 319 us on an H200 where 45 are enough: eight warps shared each sum."""
+    for outer, row, inner in ((4096, 16, 1024), (8192, 32, 512), (64, 49, 2048)):
+        config = choose(column_sums(outer, row, inner), H100)
+        (tile,) = config.tiles
+        assert config.persistent and tile.block * config.row == 32 * 32 * config.warps
+    assert choose(column_sums(1, 32, 2048), H100).warps == 8, "few programs: more lanes for each column"
