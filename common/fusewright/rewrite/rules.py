@@ -172,7 +172,8 @@ def _all_replaced(r: Rewriter, node: Node, env: Env) -> Node | None:
 
 def _scattered_into(r: Rewriter, node: Node, env: Env) -> Node | None:
     """Kernels know what a fill holds: they neither make it nor read it."""
-    if not any(READER.name(u) in (*_SCATTERS, "copy") and u.args[0] is node for u in node.users) or node in r.exposed or r.has_writes:
+    replaced = any(READER.name(u) in (*_SCATTERS, "copy") and u.args[0] is node for u in node.users)
+    if not replaced or node in r.exposed or r.has_writes:
         return None
     val = value_of(node)
     options = {"dtype": val.dtype, "layout": val.layout, "device": val.device, "pin_memory": False}

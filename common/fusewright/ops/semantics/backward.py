@@ -363,18 +363,21 @@ def pad_backward(mode: str) -> Callable[..., Any]:
 
 def reflection_backward(grad: Any, x: Any, padding: Any) -> Any:
     """Along each dimension the padding in front and behind is mirrored, and added to the elements next to the edges."""
-    return _folded(grad, x, padding, lambda p, d: (p.flip(d), 1))
+    return _folded("reflection", grad, x, padding, lambda p, d: (p.flip(d), 1))
 
 
 def replication_backward(grad: Any, x: Any, padding: Any) -> Any:
     """Along each dimension the padding in front and behind is added up, and these sums to the edges."""
-    return _folded(grad, x, padding, lambda p, d: (p.sum(d, True), 0))
+    return _folded("replication", grad, x, padding, lambda p, d: (p.sum(d, True), 0))
 
 
-def _folded(grad: Any, x: Any, padding: Any, fold: Callable[[Any, int], tuple[Any, int]]) -> Any:
-    """Add what `fold` makes of the padding in front and behind, with its distance from the edge."""
-    g = m.widened(grad)
-    for i in range(len(padding) // 2):
+def _folded(kind: str, grad: Any, x: Any, padding: Any, fold: Callable[[Any, int], tuple[Any, int]]) -> Any:
+    """Add what `fold` makes of the padding in front and behind, with its distance from the edge; the operator itself for symbolic
+    sizes and for padding that cuts."""
+    dims, g = len(padding) // 2, m.widened(grad)
+    if not all(isinstance(n, int) for n in (*x.shape[-dims:], *padding)) or min(padding) < 0:
+        return getattr(torch.ops.aten, f"{kind}_pad{dims}d_backward")(grad, x, padding)
+    for i in range(dims):
         (before, behind), d, n = padding[2 * i : 2 * i + 2], x.dim() - 1 - i, x.shape[x.dim() - 1 - i]
         middle = g.narrow(d, before, n)
         for front, size, at in ((True, before, 0), (False, behind, before + n)):

@@ -94,7 +94,7 @@ def weight_norm_grad_shapes(a: Args) -> tuple[Shape, Shape]:
     return tuple(a["saved_v"].shape), tuple(a["saved_g"].shape)
 
 
-def prelu_grad_shapes(a: Args) -> tuple[Shape, Shape]:
+def prelu_grad_shapes(a: Args) -> tuple[Shape | None, ...]:
     """Twice the broadcast shape of input and weight."""
     (s,) = sh.broadcast("grad_output", "self", "weight")(a)
     return s, s
