@@ -147,6 +147,9 @@ def _padded(a: Args) -> tuple[torch.Tensor | None, ...]:
 
 
 def _of_prelu(a: Args) -> tuple[torch.Tensor | None, ...]:
+    """The layout that TensorIterator chooses for three operands; torch traces no other op of three with symbolic sizes."""
+    if not all(isinstance(n, int) for k in ("self", "weight", "grad_output") for n in a[k].shape):
+        return ()
     made = aten.addcmul.default(*(_operand(a[n]) for n in ("self", "weight", "grad_output")))
     return made, made
 
