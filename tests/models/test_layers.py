@@ -69,7 +69,10 @@ LAYERS: dict[str, tuple[nn.Module, torch.Tensor]] = {
     "batch norm of the batch alone": (nn.BatchNorm2d(3, track_running_stats=False), r(2, 3, 5, 6)),
 }
 
-FP32 = {"average pool 3d": (nn.AvgPool3d(3, 2, 1), r(2, 3, 5, 6, 7)), "local response norm": (nn.LocalResponseNorm(3), r(2, 5, 4, 4))}
+FP32 = {
+    "average pool 3d": (nn.AvgPool3d(3, 2, 1), r(2, 3, 5, 6, 7)),
+    "local response norm": (nn.LocalResponseNorm(3), r(2, 5, 4, 4)),
+}
 """Eager has no other type on a CPU."""
 
 CASES = [

@@ -210,7 +210,10 @@ RULES: tuple[Rule, ...] = (
     Rule("alias.same", p("alias", "x"), _identity_view, "alias(x) = x"),
     Rule("slice.same", p("slice", "x"), _identity_view, "slice(x, 0, size) = x"),
     Rule("slice_scatter.all", p("slice_scatter", ANY, "x"), _all_replaced, "slice_scatter(y, x, 0, size) = x"),
-    Rule("empty.scattered", p(("new_empty", "new_empty_strided"), "x"), _scattered_into, "slice_scatter(new_empty(y), x) = slice_scatter(full(0), x)"),
+    Rule(
+        "empty.scattered", p(("new_empty", "new_empty_strided"), "x"), _scattered_into,
+        "slice_scatter(new_empty(y), x) = slice_scatter(full(0), x)",
+    ),
     Rule("mul.one", p("mul", "x", "one"), _times_one, "x * 1 = x"),
     Rule("div.one", p("div", "x", "one"), _times_one, "x / 1 = x"),
     Rule("cast.same", p("cast", "x"), _needless_copy, "cast(x, x.dtype) = x"),
