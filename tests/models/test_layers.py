@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from fusewright.conformance.ops.judge import difference
 
@@ -29,7 +30,8 @@ class Of(nn.Module):
         self.fn, self.args = fn, args
 
     def forward(self, x: torch.Tensor) -> Any:
-        return self.fn(x, *self.args)
+        args = (a.to(x.dtype) if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in self.args)
+        return self.fn(x, *args)
 
 
 LAYERS: dict[str, tuple[nn.Module, torch.Tensor]] = {
@@ -47,9 +49,36 @@ LAYERS: dict[str, tuple[nn.Module, torch.Tensor]] = {
     "circular pad 1d": (nn.CircularPad1d((2, 3)), r(2, 3, 7)),
     "circular pad 2d": (nn.CircularPad2d((1, 2, 0, 3)), r(2, 3, 5, 6)),
     "circular pad 3d": (nn.CircularPad3d((1, 2, 2, 1, 1, 1)), r(2, 3, 3, 4, 5)),
+    "max pool 3d": (nn.MaxPool3d(2), r(2, 3, 4, 4, 6)),
+    "overlapping max pool 3d": (nn.MaxPool3d(3, 2, 1), r(2, 3, 5, 6, 7)),
+    "adaptive average pool 1d": (nn.AdaptiveAvgPool1d(4), r(2, 3, 8)),
+    "adaptive average pool 2d": (nn.AdaptiveAvgPool2d((4, 2)), last(r(2, 3, 8, 6))),
+    "upsample 1d": (nn.Upsample(scale_factor=2), r(2, 3, 5)),
+    "upsample 2d": (nn.Upsample(scale_factor=2), r(2, 3, 5, 4)),
+    "upsample 3d": (nn.Upsample(scale_factor=3), r(2, 3, 3, 4, 2)),
+    "segmentation": (Of(F.cross_entropy, torch.arange(24).reshape(2, 3, 4) % 5), r(2, 5, 3, 4)),
+    "weighted segmentation": (
+        Of(F.cross_entropy, torch.arange(24).reshape(2, 3, 4) % 5, None, None, 3, None, "sum"), r(2, 5, 3, 4)
+    ),
+    "huber": (Of(F.huber_loss, torch.zeros(3, 4)), r(3, 4)),
+    "soft margin": (Of(F.soft_margin_loss, torch.ones(3, 4)), r(3, 4)),
+    "log sigmoid": (nn.LogSigmoid(), r(3, 4)),
+    "celu": (nn.CELU(0.5), r(3, 4)),
+    "pairwise distance": (Of(F.pairwise_distance, torch.ones(3, 4)), r(3, 4)),
     "prelu": (nn.PReLU(3), r(2, 3, 5)),
     "batch norm of the batch alone": (nn.BatchNorm2d(3, track_running_stats=False), r(2, 3, 5, 6)),
 }
+
+FP32 = {
+    "average pool 3d": (nn.AvgPool3d(3, 2, 1), r(2, 3, 5, 6, 7)),
+    "local response norm": (nn.LocalResponseNorm(3), r(2, 5, 4, 4)),
+}
+"""Eager has no other type on a CPU."""
+
+CASES = [
+    *((name, *of, d) for name, of in LAYERS.items() for d in (torch.float32, torch.bfloat16)),
+    *((name, *of, torch.float32) for name, of in FP32.items()),
+]
 
 
 def step(layer: nn.Module, x: torch.Tensor, compiled: bool, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -63,10 +92,8 @@ def step(layer: nn.Module, x: torch.Tensor, compiled: bool, dtype: torch.dtype) 
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", LAYERS)
-def test_a_step_leaves_nothing_to_eager(name: str, dtype: torch.dtype) -> None:
-    layer, x = LAYERS[name]
+@pytest.mark.parametrize(("layer", "x", "dtype"), [c[1:] for c in CASES], ids=[f"{c[0]} {c[3]}" for c in CASES])
+def test_a_step_leaves_nothing_to_eager(layer: nn.Module, x: torch.Tensor, dtype: torch.dtype) -> None:
     layer, x = copy.deepcopy(layer).to(dtype), x.to(dtype)
     runs = (step(layer, x, True, dtype), step(layer, x, False, dtype), step(layer, x, False, torch.float64))
     for got, eager, exact in zip(*runs, strict=True):

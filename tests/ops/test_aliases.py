@@ -38,6 +38,8 @@ CALLS = {
     "hardtanh": (c(X), c(SPECIAL, -2, 2)),
     "relu6": (c(X), c(SPECIAL)),
     "square": (c(X), c(t(3, dtype=I64))),
+    "celu": (c(X), c(SPECIAL, 0.5)),
+    "norm.ScalarOpt_dim": (c(X, None, [1]), c(X, 1, [0], True), c(X, 3.0, [0, 1])),
     "special_erf": (c(X), c(t(3, dtype=I64))),
     "special_expit": (c(X),),
     "lift_fresh_copy": (c(X),),

@@ -60,6 +60,14 @@ def _batch_norm_without_statistics(a: Args) -> dict[str, Any] | None:
     return {k: v for k, v in a.items() if k not in ("running_mean", "running_var")}
 
 
+def _celu(a: Args) -> dict[str, Any]:
+    return {"self": a["self"], "alpha": a["alpha"], "scale": 1, "input_scale": 1.0 / a["alpha"]}
+
+
+def _norm(a: Args) -> dict[str, Any]:
+    return {"self": a["self"], "ord": 2 if a["p"] is None else a["p"], "dim": a["dim"], "keepdim": a["keepdim"]}
+
+
 def _conv(a: Args) -> dict[str, Any] | None:
     if isinstance(a["padding"], str):
         return None
@@ -130,6 +138,8 @@ ALIASES: tuple[Alias, ...] = (
     alias("relu6", "clamp", min=0, max=6),
     alias("square", "pow_scalar", _square),
     alias("special_erf", "erf"),
+    alias("celu", "elu", _celu),
+    alias("norm.ScalarOpt_dim", "vector_norm", _norm),
     alias("special_expit", "sigmoid"),
     alias("lift_fresh_copy", "clone"),
     alias("prims::convert_element_type", "cast", lambda a: {"self": a["a"], "dtype": a["dtype"]}),

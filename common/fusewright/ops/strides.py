@@ -150,6 +150,9 @@ def _padded(a: Args) -> tuple[torch.Tensor | None, ...]:
 
 
 def _of_prelu(a: Args) -> tuple[torch.Tensor | None, ...]:
+    """The layout that TensorIterator chooses for three operands; torch traces no other op of three with symbolic sizes."""
+    if not all(isinstance(n, int) for k in ("self", "weight", "grad_output") for n in a[k].shape):
+        return ()
     made = aten.addcmul.default(*(_operand(a[n]) for n in ("self", "weight", "grad_output")))
     return made, made
 
@@ -187,7 +190,10 @@ RULES: dict[str, Rule] = {
     "all": _kept,
     "index_fill": _cloned("self"),
     **{n: _unreduced for n in ("mse_loss", "smooth_l1_loss")},
-    "mse_loss_backward": _contiguous("self"),
+    **{f"{n}_loss_backward": _contiguous("self") for n in ("mse", "huber")},
+    "huber_loss": _cloned("self"),
+    "nll_loss2d": _contiguous("target"),
+    "log_sigmoid_backward": _cloned("grad_output"),
     "smooth_l1_loss_backward": _contiguous("self"),
     "roll": _on_cpu(_suggested("self"), "self"),
     "batch_norm": _on_cpu(_suggested("input"), "input"),

@@ -172,7 +172,8 @@ def _all_replaced(r: Rewriter, node: Node, env: Env) -> Node | None:
 
 def _scattered_into(r: Rewriter, node: Node, env: Env) -> Node | None:
     """Kernels know what a fill holds: they neither make it nor read it."""
-    if not any(READER.name(u) in (*_SCATTERS, "copy") and u.args[0] is node for u in node.users) or node in r.exposed or r.has_writes:
+    replaced = any(READER.name(u) in (*_SCATTERS, "copy") and u.args[0] is node for u in node.users)
+    if not replaced or node in r.exposed or r.has_writes:
         return None
     val = value_of(node)
     options = {"dtype": val.dtype, "layout": val.layout, "device": val.device, "pin_memory": False}
@@ -209,7 +210,10 @@ RULES: tuple[Rule, ...] = (
     Rule("alias.same", p("alias", "x"), _identity_view, "alias(x) = x"),
     Rule("slice.same", p("slice", "x"), _identity_view, "slice(x, 0, size) = x"),
     Rule("slice_scatter.all", p("slice_scatter", ANY, "x"), _all_replaced, "slice_scatter(y, x, 0, size) = x"),
-    Rule("empty.scattered", p(("new_empty", "new_empty_strided"), "x"), _scattered_into, "slice_scatter(new_empty(y), x) = slice_scatter(full(0), x)"),
+    Rule(
+        "empty.scattered", p(("new_empty", "new_empty_strided"), "x"), _scattered_into,
+        "slice_scatter(new_empty(y), x) = slice_scatter(full(0), x)",
+    ),
     Rule("mul.one", p("mul", "x", "one"), _times_one, "x * 1 = x"),
     Rule("div.one", p("div", "x", "one"), _times_one, "x / 1 = x"),
     Rule("cast.same", p("cast", "x"), _needless_copy, "cast(x, x.dtype) = x"),

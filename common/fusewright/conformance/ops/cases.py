@@ -26,11 +26,13 @@ from fusewright.conformance.ops.samples import (
     batch_norm,
     c,
     given,
-    grown,
     group_norm,
+    grown,
     index,
+    log_sigmoid,
     mask,
     max_pool,
+    nll_loss2d,
     q_conv,
     q_linear,
     saved,
@@ -52,6 +54,7 @@ HALF_IMAGE, WEIGHT = t(2, 4, 6, 6, dtype=BF16), t(4, dtype=F32, low=0.5, high=2)
 PADDED = {1: (t(2, 4, 6), t(4, 6)), 2: (IMAGE, LAST), 3: (VOLUME,)}
 PADS = {1: [2, 3], 2: [1, 2, 0, 1], 3: [2, 1, 0, 2, 1, 3]}
 """Amounts in front and behind, of the last dimension first."""
+LABELS = T((2, 3, 2), I64, values=[0, 3, -100, 1, 2, 2, 0, 1, -100, 3, 1, 0])
 HEADS = (t(2, 4, 5, 8), t(2, 4, 7, 8), t(2, 4, 7, 8))
 
 Q_OUTPUTS: tuple[tuple[Any, ...], ...] = (
@@ -395,10 +398,17 @@ CASES: Cases = {
         c(VOLUME, [3, 3, 3], [2, 2, 2], [1, 1, 1]),
         c(VOLUME, [2, 3, 2], [1, 2, 2], [1, 1, 0], [2, 1, 3], True),
     ),
+    "avg_pool3d": (
+        c(VOLUME, [2, 2, 2]),
+        c(VOLUME, [3, 3, 3], [2, 2, 2], [1, 1, 1], True, False),
+        c(VOLUME, [2, 3, 2], [1, 2, 2], [1, 1, 0], False, True, 5),
+    ),
     "avg_pool1d": (c(t(2, 4, 9), [2]), c(t(2, 4, 9), [3], [2], [1]), c(t(4, 9), [4], [3], [1], True, False)),
-    "adaptive_avg_pool2d": (c(IMAGE, [1, 1]), c(IMAGE, [4, 3])),
+    "adaptive_avg_pool2d": (c(IMAGE, [1, 1]), c(IMAGE, [4, 3]), c(LAST, [2, 3])),
     "adaptive_max_pool2d": (c(IMAGE, [1, 1]), c(IMAGE, [3, 2])),
+    "upsample_nearest1d": (c(t(2, 4, 6), [9]), c(t(2, 4, 6), [12], 2.0)),
     "upsample_nearest2d": (c(IMAGE, [12, 9]), c(IMAGE, [12, 12], 2.0, 2.0)),
+    "upsample_nearest3d": (c(VOLUME, [7, 8, 9]), c(VOLUME, [10, 12, 21], 2.0, 2.0, 3.0)),
     "upsample_bilinear2d": (
         c(IMAGE, [12, 9], False),
         c(IMAGE, [9, 9], True),
@@ -413,6 +423,9 @@ CASES: Cases = {
     "nll_loss": tuple(
         c(X, given(0, 3, -100, dtype=I64), w, red, -100) for w in (None, t(4, low=0.5, high=1)) for red in (0, 1, 2)
     ),
+    "nll_loss2d": tuple(c(t(2, 4, 3, 2), LABELS, w, red, -100) for w in (None, t(4, low=0.5, high=1)) for red in (0, 1, 2)),
+    "huber_loss": tuple(c(X, Y, red, 0.5) for red in (0, 1, 2)),
+    "soft_margin_loss": tuple(c(X, Y, red) for red in (0, 1, 2)),
     "mse_loss": tuple(c(X, Y, red) for red in (0, 1, 2)),
     "smooth_l1_loss": tuple(c(X, Y, red, 0.5) for red in (0, 1, 2)),
     "bce_with_logits": (
@@ -507,6 +520,7 @@ CASES: Cases = {
     "hardtanh_backward": (c(X, Y, -0.5, 0.5),),
     "leaky_relu_backward": (c(X, Y, 0.1, False),),
     "prelu_backward": (c(X, Y, t(1, 4)), c(t(8), SPECIAL, t(8))),
+    "log_sigmoid_backward": (saved(log_sigmoid, X, Y), saved(log_sigmoid, t(8), SPECIAL)),
     "elu_backward": (c(X, 1.0, 1.0, 1.0, False, Y), c(X, 1.0, 1.0, 1.0, True, UNIT)),
     "softplus_backward": (c(X, Y, 1, 20),),
     "glu_backward": (c(t(3, 2), X, -1),),
@@ -558,6 +572,12 @@ CASES: Cases = {
     ),
     "sdpa_backward": tuple(saved(attention, t(2, 4, 5, 8), *HEADS, causal) for causal in (False, True)),
     "nll_loss_backward": (c(t(), X, given(0, 3, -100, dtype=I64), None, 1, -100, T((), values=[2.0])),),
+    "nll_loss2d_backward": (
+        saved(nll_loss2d, t(), t(2, 4, 3, 2), LABELS, t(4, low=0.5, high=1), 1, -100),
+        saved(nll_loss2d, t(2, 3, 2), t(2, 4, 3, 2), LABELS, None, 0, -100),
+    ),
+    "huber_loss_backward": (c(t(), X, Y, 1, 0.5), c(X, X, Y, 0, 1.0)),
+    "soft_margin_loss_backward": (c(t(), X, Y, 1), c(X, X, Y, 0)),
     "mse_loss_backward": (c(t(), X, Y, 1), c(X, X, Y, 0)),
     "smooth_l1_loss_backward": (c(t(), X, Y, 1, 0.5),),
     "weight_norm_backward": (saved(weight_norm, t(3, 4, 5), t(3, 4, 5), t(3, 1, 1, low=0.5, high=2), 0),),
@@ -565,13 +585,23 @@ CASES: Cases = {
         saved(max_pool, t(2, 4, 3, 3), IMAGE, [3, 3], [2, 2], [1, 1], [1, 1], False),
         saved(max_pool, t(2, 4, 3, 3), IMAGE, [2, 2], [2, 3], [1, 1], [3, 1], True),
     ),
+    "max_pool3d_backward": (
+        saved(max_pool, t(2, 3, 2, 3, 3), VOLUME, [2, 2, 2], [2, 2, 2], [0, 0, 0], [1, 1, 1], False),
+        saved(max_pool, t(2, 3, 3, 3, 4), VOLUME, [3, 3, 3], [2, 2, 2], [1, 1, 1], [1, 1, 1], False),
+    ),
+    "avg_pool3d_backward": (
+        c(t(2, 3, 2, 3, 3), VOLUME, [2, 2, 2], [2, 2, 2], [0, 0, 0], False, True, None),
+        c(t(2, 3, 3, 3, 4), VOLUME, [3, 3, 3], [2, 2, 2], [1, 1, 1], False, False, None),
+    ),
     "avg_pool2d_backward": (
         c(t(2, 4, 3, 3), IMAGE, [2, 2], [2, 2], [0, 0], False, True, None),
         c(t(2, 4, 4, 4, channels_last=True), LAST, [3, 3], [2, 2], [1, 1], True, False, None),
         c(t(2, 4, 4, 4), IMAGE, [3, 3], [2, 2], [1, 1], True, True, None),
         c(t(2, 4, 3, 7), IMAGE, [3, 2], [2, 1], [1, 1], False, True, 5),
     ),
-    "adaptive_avg_pool2d_backward": (c(t(2, 4, 4, 3), IMAGE),),
+    "adaptive_avg_pool2d_backward": (c(t(2, 4, 2, 3), LAST), c(t(2, 4, 4, 3), IMAGE)),
+    "upsample_nearest1d_backward": (c(t(2, 4, 12), [12], [2, 4, 6], None), c(t(2, 4, 9), [9], [2, 4, 6], None)),
+    "upsample_nearest3d_backward": (c(t(2, 3, 10, 12, 21), [10, 12, 21], [2, 3, 5, 6, 7], None, None, None),),
     "upsample_nearest2d_backward": (c(t(2, 4, 12, 12), [12, 12], [2, 4, 6, 6], None, None),),
     "upsample_bilinear2d_backward": (c(t(2, 4, 12, 12), [12, 12], [2, 4, 6, 6], False, None, None),),
     "upsample_bicubic2d_backward": (c(t(2, 4, 12, 12), [12, 12], [2, 4, 6, 6], False, None, None),),
@@ -614,6 +644,7 @@ _QUANTIZED = """
 """
 DTYPES: dict[str, tuple[torch.dtype, ...]] = {
     **dict.fromkeys((*_QUANTIZED.split(), "q_linear", "q_linear_tensor", "q_conv", "int_mm"), ANY),
+    **dict.fromkeys(("avg_pool3d", "avg_pool3d_backward"), (F32, F64)),  # eager has no other on a CPU
     "hardsigmoid_backward": (F32, BF16),  # eager's 1/6 is an fp32 constant, in fp64 too
     **dict.fromkeys(_EVERY.split(), ALL),
     **dict.fromkeys(_NUMBERS.split(), NUMBERS),

@@ -162,5 +162,14 @@ def q_conv(qx: Any, w: Any, scales: Any, *rest: Any) -> list[Any]:
     return [qx, 0.02, 100, packed, scales, *rest]
 
 
+def log_sigmoid(grad: Any, x: Any) -> list[Any]:
+    return [grad, x, aten.log_sigmoid_forward(x)[1]]
+
+
+def nll_loss2d(grad: Any, *given: Any) -> list[Any]:
+    return [grad, *given, aten.nll_loss2d_forward(*given)[1]]
+
+
 def max_pool(grad: Any, x: Any, *window: Any) -> list[Any]:
-    return [grad, x, *window, aten.max_pool2d_with_indices(x, *window)[1]]
+    pool = aten.max_pool2d_with_indices if x.dim() == 4 else aten.max_pool3d_with_indices
+    return [grad, x, *window, pool(x, *window)[1]]

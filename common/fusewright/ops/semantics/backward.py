@@ -82,6 +82,10 @@ def prelu_backward(grad: Any, x: Any, weight: Any) -> tuple[Any, Any]:
     return torch.where(x > 0, grad, weight * grad), torch.where(x > 0, 0.0, x * grad)
 
 
+def log_sigmoid_backward(grad: Any, x: Any, buffer: Any) -> Any:
+    return grad * torch.sigmoid(-x)
+
+
 def elu_backward(grad: Any, alpha: Any, scale: Any, input_scale: Any, is_result: bool, x: Any) -> Any:
     slope = input_scale * (x + alpha * scale) if is_result else input_scale * alpha * scale * torch.exp(x * input_scale)
     return torch.where(x <= 0, grad * slope, grad * scale)
@@ -255,6 +259,20 @@ def nll_loss_backward(
     return _one(lambda t: m.nll_loss_ref(t, target, weight, reduction, ignore_index)[0], x, grad)
 
 
+def nll_loss2d_backward(
+    grad: Any, x: Any, target: Any, weight: Any, reduction: int, ignore_index: int, total_weight: Any
+) -> Any:
+    return _one(lambda t: m.nll_loss2d_ref(t, target, weight, reduction, ignore_index)[0], x, grad)
+
+
+def huber_backward(grad: Any, x: Any, target: Any, reduction: int, delta: float) -> Any:
+    return (x - target).clamp(-delta, delta) * grad / (x.numel() if reduction == 1 else 1)
+
+
+def soft_margin_backward(grad: Any, x: Any, target: Any, reduction: int) -> Any:
+    return -target * torch.sigmoid(-target * x) * grad / (x.numel() if reduction == 1 else 1)
+
+
 def mse_loss_backward(grad: Any, x: Any, target: Any, reduction: int) -> Any:
     return 2 * (x - target) * grad / (x.numel() if reduction == 1 else 1)
 
@@ -279,22 +297,49 @@ def max_pool2d_backward(
     ceil_mode: bool,
     indices: Any,
 ) -> Any:
-    out = torch.zeros(x.shape, dtype=grad.dtype).flatten(-2)
-    return out.scatter_add(-1, indices.flatten(-2), grad.flatten(-2)).reshape(x.shape)
+    return _to_maxima(grad, x, indices, 2)
 
 
-def avg_pool2d_backward(grad: Any, x: Any, *args: Any) -> Any:
-    return _one(lambda t: m.avg_pool2d_ref(t, *args), x, grad)
+def max_pool3d_backward(
+    grad: Any,
+    x: Any,
+    kernel_size: Any,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    ceil_mode: bool,
+    indices: Any,
+) -> Any:
+    return _to_maxima(grad, x, indices, 3)
+
+
+def _to_maxima(grad: Any, x: Any, indices: Any, dims: int) -> Any:
+    out = torch.zeros(x.shape, dtype=grad.dtype).flatten(-dims)
+    return out.scatter_add(-1, indices.flatten(-dims), grad.flatten(-dims)).reshape(x.shape)
+
+
+def avg_pool_backward(forward: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda grad, x, *args: _one(lambda t: forward(t, *args), x, grad)
+
+
+def adaptive_avg_pool2d_backward_ref(grad: Any, x: Any) -> Any:
+    return _one(lambda t: m.adaptive_avg_pool2d_ref(t, grad.shape[-2:]), x, grad)
 
 
 def adaptive_avg_pool2d_backward(grad: Any, x: Any) -> Any:
-    return _one(lambda t: m.adaptive_avg_pool2d_ref(t, grad.shape[-2:]), x, grad)
+    """A share of the gradient for every element of equal cells, else the operator itself."""
+    cell = m.whole_cells(x.shape, grad.shape[-2:])
+    if cell is None:
+        return torch.ops.aten._adaptive_avg_pool2d_backward(grad, x)
+    share = (m.widened(grad) / (cell[0] * cell[1])).to(grad.dtype)
+    *lead, rows, columns = grad.shape
+    return share[..., :, None, :, None].expand(*lead, rows, cell[0], columns, cell[1]).reshape(x.shape)
 
 
 def resize_backward(name: str) -> Callable[..., Any]:
     """Gradient of the linear resize `name` without its suffix, by autograd of the forward reference."""
     forwards: dict[str, Callable[..., Any]] = {
-        "nearest2d": m.nearest2d_ref,
+        **dict.fromkeys(("nearest1d", "nearest2d", "nearest3d"), m.nearest_ref),
         "bilinear2d": m.bilinear2d_ref,
         "bicubic2d": m.bicubic2d_ref,
     }
@@ -318,18 +363,21 @@ def pad_backward(mode: str) -> Callable[..., Any]:
 
 def reflection_backward(grad: Any, x: Any, padding: Any) -> Any:
     """Along each dimension the padding in front and behind is mirrored, and added to the elements next to the edges."""
-    return _folded(grad, x, padding, lambda p, d: (p.flip(d), 1))
+    return _folded("reflection", grad, x, padding, lambda p, d: (p.flip(d), 1))
 
 
 def replication_backward(grad: Any, x: Any, padding: Any) -> Any:
     """Along each dimension the padding in front and behind is added up, and these sums to the edges."""
-    return _folded(grad, x, padding, lambda p, d: (p.sum(d, True), 0))
+    return _folded("replication", grad, x, padding, lambda p, d: (p.sum(d, True), 0))
 
 
-def _folded(grad: Any, x: Any, padding: Any, fold: Callable[[Any, int], tuple[Any, int]]) -> Any:
-    """Add what `fold` makes of the padding in front and behind, with its distance from the edge."""
-    g = m.widened(grad)
-    for i in range(len(padding) // 2):
+def _folded(kind: str, grad: Any, x: Any, padding: Any, fold: Callable[[Any, int], tuple[Any, int]]) -> Any:
+    """Add what `fold` makes of the padding in front and behind, with its distance from the edge; the operator itself for symbolic
+    sizes and for padding that cuts."""
+    dims, g = len(padding) // 2, m.widened(grad)
+    if not all(isinstance(n, int) for n in (*x.shape[-dims:], *padding)) or min(padding) < 0:
+        return getattr(torch.ops.aten, f"{kind}_pad{dims}d_backward")(grad, x, padding)
+    for i in range(dims):
         (before, behind), d, n = padding[2 * i : 2 * i + 2], x.dim() - 1 - i, x.shape[x.dim() - 1 - i]
         middle = g.narrow(d, before, n)
         for front, size, at in ((True, before, 0), (False, behind, before + n)):

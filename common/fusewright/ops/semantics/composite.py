@@ -6,7 +6,7 @@ A decomposition computes in eager's compute dtype: half inputs are widened to fp
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -266,6 +266,18 @@ def avg_pool2d_ref(
     return F.avg_pool2d(x, kernel_size, tuple(stride) or None, padding, ceil_mode, count_include_pad, divisor_override)
 
 
+def avg_pool3d_ref(
+    x: Any,
+    kernel_size: Any,
+    stride: Any = (),
+    padding: Any = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+) -> Any:
+    return F.avg_pool3d(x, kernel_size, tuple(stride) or None, padding, ceil_mode, count_include_pad, divisor_override)
+
+
 def max_pool3d_ref(
     x: Any, kernel_size: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False
 ) -> Any:
@@ -292,17 +304,33 @@ def adaptive_avg_pool2d_ref(x: Any, output_size: Any) -> Any:
     return torch.stack([torch.stack([x[..., r, c].mean((-2, -1)) for c in cols], -1) for r in rows], -2)
 
 
+def whole_cells(shape: Sequence[Any], cells: Sequence[Any]) -> tuple[int, int] | None:
+    """The height and width of cells if all are equal, of known sizes."""
+    sizes = [*shape[-2:], *cells]
+    if not all(isinstance(n, int) and n for n in sizes) or any(n % k for n, k in zip(sizes[:2], sizes[2:], strict=True)):
+        return None
+    return sizes[0] // sizes[2], sizes[1] // sizes[3]
+
+
+def adaptive_avg_pool2d(x: Any, output_size: Any) -> Any:
+    """Means of equal cells, else the operator itself."""
+    cell = whole_cells(x.shape, output_size)
+    if cell is None:
+        return torch.ops.aten._adaptive_avg_pool2d(x, output_size)
+    cells = widened(x).unflatten(-1, (output_size[1], cell[1])).unflatten(-3, (output_size[0], cell[0]))
+    return cells.mean((-3, -1)).to(x.dtype)
+
+
 def adaptive_max_pool2d_ref(x: Any, output_size: Any) -> Any:
     return F.adaptive_max_pool2d(x, tuple(output_size), return_indices=True)
 
 
-def nearest2d_ref(x: Any, output_size: Any, scales_h: float | None = None, scales_w: float | None = None) -> Any:
-    def source(n: int, out: int, scale: float | None) -> Any:
-        ratio = 1 / scale if scale else n / out
-        return (torch.arange(out, device=x.device) * ratio).floor().to(torch.int64).clamp(max=n - 1)
-
-    rows, cols = source(x.shape[-2], output_size[0], scales_h), source(x.shape[-1], output_size[1], scales_w)
-    return x[..., rows[:, None], cols]
+def nearest_ref(x: Any, output_size: Any, *scales: float | None) -> Any:
+    first = x.dim() - len(output_size)
+    for d, (out, scale) in enumerate(zip(output_size, scales or [None] * len(output_size), strict=True), first):
+        n, ratio = x.shape[d], 1 / scale if scale else x.shape[d] / out
+        x = x.index_select(d, (torch.arange(out, device=x.device) * ratio).floor().to(torch.int64).clamp(max=n - 1))
+    return x
 
 
 bilinear2d_ref = torch.ops.aten.upsample_bilinear2d.default
@@ -368,6 +396,35 @@ def nll_loss_ref(x: Any, target: Any, weight: Any, reduction: int, ignore_index:
 def nll_loss(x: Any, target: Any, weight: Any, reduction: int, ignore_index: int) -> tuple[Any, Any]:
     out, total = nll_loss_ref(widened(x), target, weight, reduction, ignore_index)
     return out.to(x.dtype), total.to(x.dtype)
+
+
+def nll_loss2d_ref(x: Any, target: Any, weight: Any, reduction: int, ignore_index: int) -> tuple[Any, Any]:
+    rows = x.movedim(1, -1).reshape(-1, x.shape[1])
+    loss, total = nll_loss_ref(rows, target.reshape(-1), weight, reduction, ignore_index)
+    return loss.reshape(target.shape) if reduction == 0 else loss, total
+
+
+def nll_loss2d(x: Any, target: Any, weight: Any, reduction: int, ignore_index: int) -> tuple[Any, Any]:
+    out, total = nll_loss2d_ref(widened(x), target, weight, reduction, ignore_index)
+    return out.to(x.dtype), total.to(x.dtype)
+
+
+def narrowed(loss: Callable[..., Any]) -> Callable[..., Any]:
+    """A loss of two tensors in eager's compute dtype."""
+
+    def decomposed(x: Any, target: Any, *args: Any) -> Any:
+        return loss(widened(x), widened(target), *args).to(torch.promote_types(x.dtype, target.dtype))
+
+    return decomposed
+
+
+def huber_ref(x: Any, target: Any, reduction: int = 1, delta: float = 1.0) -> Any:
+    d = (x - target).abs()
+    return _reduce(torch.where(d <= delta, 0.5 * d * d, delta * (d - 0.5 * delta)), reduction)
+
+
+def soft_margin_ref(x: Any, target: Any, reduction: int = 1) -> Any:
+    return _reduce(torch.log1p(torch.exp(-target * x)), reduction)
 
 
 def mse_loss_ref(x: Any, target: Any, reduction: int = 1) -> Any:

@@ -6,7 +6,7 @@ Autograd of the forward pass would give colliding scatters: four accumulating on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -59,13 +59,19 @@ def _taps(
     return first, (first + 1).clamp(max=n - 1), (source - first).clamp(0, 1)
 
 
-def nearest2d_backward(grad: Tensor, output_size: Any, input_size: Any, *scales: Any) -> Any:
+def nearest_backward(dims: int) -> Callable[..., Any]:
     """Sums of blocks if each size is a whole multiple; else the operator itself."""
-    shape, made = _ints(input_size), _ints(grad.shape)
-    if shape is None or made is None or not _multiple(made, shape) or not _as_sized(made, shape, scales):
-        return torch.ops.aten.upsample_nearest2d_backward(grad, output_size, input_size, *scales)
-    blocks = grad.unflatten(-1, (shape[-1], made[-1] // shape[-1])).unflatten(-3, (shape[-2], made[-2] // shape[-2]))
-    return blocks.sum((-3, -1))
+
+    def backward(grad: Tensor, output_size: Any, input_size: Any, *scales: Any) -> Any:
+        shape, made = _ints(input_size), _ints(grad.shape)
+        if shape is None or made is None or not _multiple(made, shape, dims) or not _as_sized(made, shape, scales):
+            return getattr(torch.ops.aten, f"upsample_nearest{dims}d_backward")(grad, output_size, input_size, *scales)
+        blocks = grad
+        for d in range(dims):
+            blocks = blocks.unflatten(-1 - 2 * d, (shape[-1 - d], made[-1 - d] // shape[-1 - d]))
+        return blocks.sum([-1 - 2 * d for d in range(dims)])
+
+    return backward
 
 
 def bilinear2d_backward(grad: Tensor, output_size: Any, input_size: Any, align_corners: bool, *scales: Any) -> Any:
@@ -84,13 +90,13 @@ def _ints(sizes: Sequence[Any]) -> list[int] | None:
     return [*sizes] if all(isinstance(n, int) for n in sizes) else None
 
 
-def _multiple(made: Sequence[int], shape: Sequence[int]) -> bool:
-    return all(shape) and not any(made[d] % shape[d] for d in _AXES)
+def _multiple(made: Sequence[int], shape: Sequence[int], dims: int) -> bool:
+    return all(shape) and not any(made[-1 - d] % shape[-1 - d] for d in range(dims))
 
 
 def _as_sized(made: Sequence[int], shape: Sequence[int], scales: Sequence[Any]) -> bool:
-    """Whether the scales, of height and width, are absent or equal to the ratio of sizes."""
-    return all(s is None or s * shape[d] == made[d] for s, d in zip(scales, (-2, -1), strict=False))
+    """Whether the scales of the last dimensions are absent or equal to the ratio of sizes."""
+    return all(s is None or s * shape[d] == made[d] for d, s in enumerate(scales, -len(scales)))
 
 
 def _gathered(grad: Tensor, dim: int, n: int, align_corners: bool) -> Tensor:

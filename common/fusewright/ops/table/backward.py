@@ -12,6 +12,7 @@ from fusewright.ops import dtype_rules as dt
 from fusewright.ops import shape_rules as sh
 from fusewright.ops.core import Args, DtypeRule, Kind, Op, Shape, row
 from fusewright.ops.semantics import backward as b
+from fusewright.ops.semantics import composite as m
 from fusewright.ops.semantics import resize
 from fusewright.ops.semantics.composite import torch_decomposition
 
@@ -98,7 +99,7 @@ def weight_norm_grad_shapes(a: Args) -> tuple[Shape, Shape]:
     return tuple(a["saved_v"].shape), tuple(a["saved_g"].shape)
 
 
-def prelu_grad_shapes(a: Args) -> tuple[Shape, Shape]:
+def prelu_grad_shapes(a: Args) -> tuple[Shape | None, ...]:
     """Twice the broadcast shape of input and weight."""
     (s,) = sh.broadcast("grad_output", "self", "weight")(a)
     return s, s
@@ -115,8 +116,9 @@ def _grad_of_input(name: str, reference: Any, doc: str, qualname: str = "", open
     return _op(name, q, _GRAD, sh.SAME, reference, doc, "", opened, opened=opened is not None)
 
 
-def _resize_grad(name: str, doc: str, decompose: Callable[..., Any] | None = None) -> Op:
-    return _op(name, f"aten::{name}", _GRAD, sh.attr_shape("input_size"), b.resize_backward(name), doc, "", decompose)
+def _resize_grad(name: str, doc: str, decompose: Callable[..., Any] | None = None, opened: bool = False) -> Op:
+    shape = sh.attr_shape("input_size")
+    return _op(name, f"aten::{name}", _GRAD, shape, b.resize_backward(name), doc, "", decompose, opened=opened)
 
 
 SAVED: dict[str, tuple[tuple[str, str], DtypeRule]] = {
@@ -141,6 +143,8 @@ ROWS: tuple[Op, ...] = (
     _elementwise("leaky_relu_backward", b.leaky_relu_backward, "gradient of leaky_relu"),
     _op("prelu_backward", "aten::_prelu_kernel_backward", prelu_grad_dtypes, prelu_grad_shapes, b.prelu_backward,
         "gradients of prelu by input and weight, before it broadcast", "", torch_decomposition("aten::_prelu_kernel_backward")),
+    _op("log_sigmoid_backward", "aten::log_sigmoid_backward", _GRAD, sh.shape_of("grad_output"), b.log_sigmoid_backward,
+        "gradient of log_sigmoid", "", torch_decomposition("aten::log_sigmoid_backward")),
     _elementwise("elu_backward", b.elu_backward, "gradient of elu", "self_or_result"),
     _elementwise("softplus_backward", b.softplus_backward, "gradient of softplus"),
     _op("glu_backward", "aten::glu_backward", _GRAD, sh.SAME, b.glu_backward, "gradient of glu", "",
@@ -180,14 +184,23 @@ ROWS: tuple[Op, ...] = (
     _op("smooth_l1_loss_backward", "aten::smooth_l1_loss_backward", dt.SELF, sh.broadcast("self", "target"),
         b.smooth_l1_backward, "gradient of smooth_l1_loss", "",
         torch_decomposition("aten::smooth_l1_loss_backward"), _RESULT),
+    _op("huber_loss_backward", "aten::huber_loss_backward", dt.promote("grad_output", "self", "target"),
+        sh.broadcast("self", "target"), b.huber_backward, "gradient of huber_loss"),
+    _op("soft_margin_loss_backward", "aten::soft_margin_loss_backward", dt.promote("grad_output", "self", "target"),
+        sh.broadcast("self", "target"), b.soft_margin_backward, "gradient of soft_margin_loss"),
+    _op("nll_loss2d_backward", "aten::nll_loss2d_backward", dt.SELF, sh.SAME, b.nll_loss2d_backward, "gradient of nll_loss2d"),
     _op("weight_norm_backward", "aten::_weight_norm_interface_backward", weight_norm_grad_dtypes,
         weight_norm_grad_shapes, b.weight_norm_backward, "gradients of weight_norm by v and g"),
     _grad_of_input("max_pool2d_backward", b.max_pool2d_backward, "gradient of max_pool2d",
         "max_pool2d_with_indices_backward"),
-    _grad_of_input("avg_pool2d_backward", b.avg_pool2d_backward, "gradient of avg_pool2d"),
-    _grad_of_input("adaptive_avg_pool2d_backward", b.adaptive_avg_pool2d_backward,
-        "gradient of adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward"),
-    _resize_grad("upsample_nearest2d_backward", "gradient of upsample_nearest2d", resize.nearest2d_backward),
+    _grad_of_input("max_pool3d_backward", b.max_pool3d_backward, "gradient of max_pool3d",
+        "max_pool3d_with_indices_backward"),
+    _grad_of_input("avg_pool2d_backward", b.avg_pool_backward(m.avg_pool2d_ref), "gradient of avg_pool2d"),
+    _grad_of_input("avg_pool3d_backward", b.avg_pool_backward(m.avg_pool3d_ref), "gradient of avg_pool3d"),
+    _grad_of_input("adaptive_avg_pool2d_backward", b.adaptive_avg_pool2d_backward_ref,
+        "gradient of adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward", b.adaptive_avg_pool2d_backward),
+    *(_resize_grad(f"upsample_nearest{n}d_backward", f"gradient of upsample_nearest{n}d", resize.nearest_backward(n), opened=True)
+        for n in (1, 2, 3)),
     _resize_grad("upsample_bilinear2d_backward", "gradient of upsample_bilinear2d", resize.bilinear2d_backward),
     _resize_grad("upsample_bicubic2d_backward", "gradient of upsample_bicubic2d"),
     *(_grad_of_input(f"reflection_pad{n}d_backward", b.pad_backward("reflect"), f"gradient of reflection_pad{n}d",

@@ -93,6 +93,11 @@ def loss_shapes(a: Args) -> tuple[Shape, Shape]:
     return (s[:1] if a["reduction"] == 0 and len(s) == 2 else ()), ()
 
 
+def loss2d_shapes(a: Args) -> tuple[Shape, Shape]:
+    """The shape of target, or 0-dim by `reduction`, and the 0-dim total weight."""
+    return (tuple(a["target"].shape) if a["reduction"] == 0 else ()), ()
+
+
 def pointwise_loss_shape(a: Args) -> tuple[Shape]:
     """Broadcast when `reduction` is 0 (none), else 0-dim."""
     return (sh.broadcast_shapes([tuple(a["self"].shape), tuple(a["target"].shape)]) if a["reduction"] == 0 else (),)
@@ -180,12 +185,14 @@ ROWS: tuple[Op, ...] = (
         "largest of each window, and its flat index in the volume", "ONNX MaxPool"),
     _op("avg_pool1d", "aten::avg_pool1d", dt.SELF, sh.pooled(1, 1), m.avg_pool1d_ref, "mean of each window",
         "ONNX AveragePool"),
+    _op("avg_pool3d", "aten::avg_pool3d", dt.SELF, sh.pooled(1, 3), m.avg_pool3d_ref, "mean of each window",
+        "ONNX AveragePool"),
     _op("adaptive_avg_pool2d", "aten::_adaptive_avg_pool2d", dt.SELF, sh.resized(2), m.adaptive_avg_pool2d_ref,
-        "means of equal cells; the mean of the plane when the output is 1x1"),
+        "means of equal cells; the mean of the plane when the output is 1x1", "", m.adaptive_avg_pool2d, opened=True),
     _op("adaptive_max_pool2d", "aten::adaptive_max_pool2d", _SELF_INT64, sh.shapes(sh.resized(2), sh.resized(2)),
         m.adaptive_max_pool2d_ref, "maxima of equal cells, and their flat indices"),
-    _op("upsample_nearest2d", "aten::upsample_nearest2d", dt.SELF, sh.resized(2), m.nearest2d_ref,
-        "resized, nearest pixel", "ONNX Resize", m.torch_decomposition("aten::upsample_nearest2d")),
+    *(_op(f"upsample_nearest{n}d", f"aten::upsample_nearest{n}d", dt.SELF, sh.resized(n), m.nearest_ref, "resized, nearest pixel",
+        "ONNX Resize", m.torch_decomposition(f"aten::upsample_nearest{n}d")) for n in (1, 2, 3)),
     _op("upsample_bilinear2d", "aten::upsample_bilinear2d", dt.SELF, sh.resized(2), m.bilinear2d_ref,
         "resized, bilinear", "ONNX Resize", resize.bilinear2d),
     _op("upsample_bicubic2d", "aten::upsample_bicubic2d", dt.SELF, sh.resized(2), m.bicubic2d_ref,
@@ -202,6 +209,12 @@ ROWS: tuple[Op, ...] = (
     _op("smooth_l1_loss", "aten::smooth_l1_loss", dt.promote("self", "target"), pointwise_loss_shape,
         m.smooth_l1_ref, "quadratic below beta, linear above, reduced", "Girshick, arXiv:1504.08083",
         m.smooth_l1),
+    _op("huber_loss", "aten::huber_loss", dt.promote("self", "target"), pointwise_loss_shape, m.huber_ref,
+        "quadratic below delta, linear above, reduced", "Huber 1964", m.narrowed(m.huber_ref), opened=True),
+    _op("soft_margin_loss", "aten::soft_margin_loss", dt.promote("self", "target"), pointwise_loss_shape, m.soft_margin_ref,
+        "log(1 + exp(-target * self)), reduced", "", m.narrowed(m.soft_margin_ref), opened=True),
+    _op("nll_loss2d", "aten::nll_loss2d_forward", dt.dtype_of("self", 2), loss2d_shapes, m.nll_loss2d_ref,
+        "nll_loss of every pixel; total weight", "", m.nll_loss2d),
     _op("bce_with_logits", "aten::binary_cross_entropy_with_logits", dt.dtype_of("target"), pointwise_loss_shape,
         m.bce_with_logits_ref, "binary cross entropy of sigmoid(self), reduced", "", m.bce_with_logits),
 )

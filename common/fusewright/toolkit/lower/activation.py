@@ -169,6 +169,7 @@ TABLE: Table = {
         "threshold": formula(_threshold, *_X, kinds="number"),
         "prelu": formula(_prelu, "self", "weight", kinds="float", check=_one_type),
         "prelu_backward": Map(_prelu_backward, _one_type),
+        "log_sigmoid_backward": formula(lambda b, op, g, x: g * b.op("sigmoid", -x), *_GX, kinds="float", cost=26),
         "gelu_backward": formula(_gelu_backward, *_GX, kinds="float", cost=50),
         "silu_backward": formula(_silu_backward, *_GX, kinds="float", cost=26),
         "mish_backward": formula(_mish_backward, *_GX, kinds="float", cost=80),

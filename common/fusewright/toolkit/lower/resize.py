@@ -12,10 +12,16 @@ AXES = ((-2, "scales_h"), (-1, "scales_w"))
 """Resized dimensions, and the arguments with their scales."""
 
 
+def _axes(op: OpView) -> list[tuple[int, str]]:
+    """The resized dimensions of an op without other arguments, and those with their scales."""
+    scales = op.argnames[2:]
+    return [(d - len(scales), name) for d, name in enumerate(scales)]
+
+
 def _nearest(e: Evaluator, op: OpView, k: int, at: At) -> Val:
     x = op.arg("self")
     shape, dims = shape_of(x.spec), list(at.dims)
-    for d, _ in AXES:
+    for d, _ in _axes(op):
         dims[d] = dims[d] // (int(at.shape[d]) // int(shape[d]))  # type: ignore[arg-type]
     return e.value(x, At(shape, tuple(dims)))
 
@@ -24,7 +30,7 @@ def _whole_factor(op: OpView) -> str | None:
     x, out = op.arg("self").spec, op.out.spec
     if out is None or not (x.static and out.static):
         return "a symbolic size"
-    for d, name in AXES:
+    for d, name in _axes(op):
         factor, scale = out.shape[d] / x.shape[d], op.arg(name)
         if factor != int(factor) or (scale is not None and scale != factor):
             return "the scale is no whole number"
@@ -73,6 +79,6 @@ def _floating(op: OpView) -> str | None:
 
 
 TABLE: Table = {
-    "upsample_nearest2d": (Map(_nearest, _whole_factor, cost=4),),
+    **{f"upsample_nearest{n}d": (Map(_nearest, _whole_factor, cost=4),) for n in (1, 2, 3)},
     "upsample_bilinear2d": (Map(_bilinear, _floating, cost=60, window=True),),
 }

@@ -500,6 +500,15 @@ def _smooth_l1(e: Evaluator, op: OpView, x: Val, y: Val) -> Val:
     return e.b.where(d < beta, d * d * (0.5 / beta), d - 0.5 * beta) if beta else d
 
 
+def _huber(e: Evaluator, op: OpView, x: Val, y: Val) -> Val:
+    delta, d = op.arg("delta"), e.b.op("abs", x - y)
+    return e.b.where(d <= delta, d * d * 0.5, (d - 0.5 * delta) * delta)
+
+
+def _soft_margin(e: Evaluator, op: OpView, x: Val, y: Val) -> Val:
+    return softplus(e.b, -(x * y))
+
+
 def _bce(e: Evaluator, op: OpView, x: Val, y: Val) -> Val:
     return (1 - y) * x + softplus(e.b, -x)
 
@@ -512,18 +521,19 @@ def _unweighted(op: OpView) -> str | None:
 
 def picked(op: OpView) -> Domain:
     """One row over the samples."""
-    return over(shape_of(op.arg("target").spec), (0,))
+    shape = shape_of(op.arg("target").spec)
+    return over(shape, range(max(len(shape), 1)))
 
 
 def _nll_loss(r: RowContext, op: OpView) -> tuple[Val, ...]:
     t, x, target = out_type(op), op.arg("self"), op.arg("target")
-    classes = shape_of(x.spec)[-1]
+    classes = shape_of(x.spec)[1 if x.spec.rank > 1 else 0]
     label = r.x(target, "i64")
     counts = label.ne(op.arg("ignore_index"))
     with r.e.masked(counts):
         place = r.b.indirect(r.b.bound(label, classes, mask=r.e.mask, says=messages.LABEL))
         w = r.b.const(1, t) if op.arg("weight") is None else r.e(op.arg("weight"), At((classes,), (place,)), t)
-        sample = (*r.full.dims, place) if x.spec.rank == 2 else (place,)
+        sample = (r.full.dims[0], place, *r.full.dims[1:]) if x.spec.rank > 1 else (place,)
         v = r.e(x, At(shape_of(x.spec), sample), t)
     w = r.b.where(counts, w, 0)
     total, loss = r.sum(w), r.sum(r.b.where(counts, -v * w, 0))
@@ -571,11 +581,14 @@ TABLE: Table = {
     "batch_norm_no_stats": (_row_op(_batch_norm_no_stats, channels, _NORM, _of_batch),),
     "weight_norm": (_row_op(_weight_norm, _but_one, ("full", "row")),),
     "nll_loss": (_row_op(_nll_loss, picked, _PAIR, _reduces),),
+    "nll_loss2d": (_row_op(_nll_loss, picked, _PAIR, _reduces),),
 }
 
 LOSSES: dict[str, tuple[Callable[..., Val], Check]] = {
     "mse_loss": (_mse, _same_shapes),
     "smooth_l1_loss": (_smooth_l1, _same_shapes),
+    "huber_loss": (_huber, _same_shapes),
+    "soft_margin_loss": (_soft_margin, _same_shapes),
     "bce_with_logits": (_bce, _unweighted),
 }
 

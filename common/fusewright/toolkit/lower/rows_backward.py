@@ -155,14 +155,28 @@ def _smooth_l1(e: Evaluator, op: OpView, k: int, at: At) -> Val:
     return slope * _per_element(e, op, at, t)
 
 
+def _huber(e: Evaluator, op: OpView, k: int, at: At) -> Val:
+    t, delta = out_type(op), op.arg("delta")
+    d = e(op.arg("self"), at, t) - e(op.arg("target"), at, t)
+    low, high = d <= -delta, d >= delta
+    return e.b.where(low, -delta, e.b.where(high, delta, d)) * _per_element(e, op, at, t)
+
+
+def _soft_margin(e: Evaluator, op: OpView, k: int, at: At) -> Val:
+    t = out_type(op)
+    x, y = e(op.arg("self"), at, t), e(op.arg("target"), at, t)
+    return -y * e.b.op("sigmoid", -(x * y)) * _per_element(e, op, at, t)
+
+
 def _nll(e: Evaluator, op: OpView, k: int, at: At) -> Val:
-    t, target, classes = out_type(op), op.arg("target"), at.shape[-1]
-    sample = at.pick(range(len(at.shape) - 1)).reshape(shape_of(target.spec))
+    t, target, d = out_type(op), op.arg("target"), min(len(at.shape) - 1, 1)
+    classes = at.shape[d]
+    sample = at.pick([i for i in range(len(at.shape)) if i != d]).reshape(shape_of(target.spec))
     label = e(target, sample, "i64")
-    here = e.b.op("and", label.eq(e.position(at.dims[-1])), label.ne(op.arg("ignore_index")))
+    here = e.b.op("and", label.eq(e.position(at.dims[d])), label.ne(op.arg("ignore_index")))
     g = e(op.arg("grad_output"), sample if op.arg("grad_output").spec.rank else At((), ()), t)
     if op.arg("weight") is not None:
-        g = g * e(op.arg("weight"), At((classes,), (at.dims[-1],)), t)
+        g = g * e(op.arg("weight"), At((classes,), (at.dims[d],)), t)
     if op.arg("reduction") == 1:
         g = g / e(op.arg("total_weight"), At((), ()), t)
     return e.b.where(here, -g, 0)
@@ -184,5 +198,8 @@ TABLE: Table = {
     "weight_norm_backward": (Row(_weight_norm_domain, _weight_norm, (0, 1), ("full", "row")),),
     "mse_loss_backward": (Map(_mse, cost=6),),
     "smooth_l1_loss_backward": (Map(_smooth_l1, cost=10),),
+    "huber_loss_backward": (Map(_huber, cost=10),),
+    "soft_margin_loss_backward": (Map(_soft_margin, cost=30),),
     "nll_loss_backward": (Map(_nll, cost=10),),
+    "nll_loss2d_backward": (Map(_nll, cost=10),),
 }
