@@ -353,3 +353,12 @@ def test_handwritten_kernels_are_requested_whatever_captures_the_graph(
     x = torch.randn(128, 64, dtype=torch.bfloat16)
     simulated(model, "nvidia_triton", cache=False, fallback="allow")(x)
     assert asked == ["product"]
+
+
+def test_an_index_that_all_masked_points_share_loads_a_block() -> None:
+    def fn(x: Tensor) -> Tensor:
+        first = torch.gather(x, 1, torch.zeros_like(x, dtype=torch.int64))
+        return torch.hstack([first, x.amax(0, keepdim=True)])
+
+    x = torch.randn(1, 4)
+    torch.testing.assert_close(simulated(fn, "nvidia_triton", fallback="allow")(x), fn(x))

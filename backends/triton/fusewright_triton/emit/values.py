@@ -243,4 +243,7 @@ class Values(abc.ABC):
         bad = " & ".join([f"{v}_bad", *(m for m in masks if m)])
         self.put(f"fw.report(error_ptr, {bad}, {INDEX_ERROR}, {int(n.value or 1)}, {i})")
         wrapped = f"tl.where({i} < 0, {i} + {size}, {i})" if n.how == "wrap" else i
-        self.put(f"{v} = tl.where({v}_bad, 0, {wrapped})")
+        value, dims = f"tl.where({v}_bad, 0, {wrapped})", self.layout.dims_of[n.id]
+        if self.layout.dims_of[n.args[0]] != dims:  # one index of all points that are not masked: they load a block
+            value = f"tl.broadcast_to({value}, {self.layout.shape(dims)})"
+        self.put(f"{v} = {value}")
