@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
 import pytest
 import torch
 
 from fusewright_cpu.onednn import sums
+from fusewright_cpu.target import host_target
 from tests.backends.onednn.common import BF16, F32, check, compiled
-from tests.fragments import Sketch, targets
+from tests.fragments import Context, Sketch, targets
 
 CONV = "mkldnn::_convolution_pointwise"
 ADDED = "kernel add"
@@ -51,6 +53,28 @@ def test_what_follows_rides_on_the_kernel_that_adds_up(bias: bool, layout: torch
     fragment = check(g, [z])
     names = targets(fragment)
     assert names[0] == CONV and len(names) == 2 and names[1].startswith(ADDED)
+
+
+@pytest.mark.skipif(host_target().vector_bytes != 64, reason="1x1 convolutions are linears with AVX-512; runs where: a CPU has it")
+@pytest.mark.parametrize(("channels", "parts"), [(512, 1), (1104, 2)])
+def test_a_librarys_1x1_convolution_is_measured_with_its_parts(channels: int, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call without them is faster than what the plan would run."""
+    groups: list[int] = []
+
+    def choose(self: Context, key: str, candidates: Any) -> str:
+        call = torch.ops.mkldnn._convolution_pointwise
+        noting = types.SimpleNamespace(**{n: getattr(torch.ops.mkldnn, n) for n in ("_reorder_convolution_weight",)})
+        noting._convolution_pointwise = lambda *args: (groups.append(args[6]), call(*args))[1]
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.ops, "mkldnn", noting)
+            for make in candidates.values():
+                make()
+        return "packed"
+
+    monkeypatch.setattr(Context, "choose", choose)
+    g = Sketch()
+    compiled(g, [g.op("relu", drawn(g, (1, channels, 7, 7), 32, (1, 1)))])
+    assert groups == [parts]
 
 
 def test_activations_ride_on_a_sequences_sum() -> None:

@@ -17,7 +17,7 @@ from fusewright.toolkit.region.builder import Builder, channels_last_strides
 from fusewright.toolkit.region.graph import spec_of
 from fusewright.toolkit.region.pattern import Chain, Match, chain, maybe
 from fusewright.toolkit.region.rewrite import Row
-from fusewright_cpu.onednn import choices, own
+from fusewright_cpu.onednn import choices, own, sums
 from fusewright_cpu.onednn.folding import folded
 from fusewright_cpu.onednn.patterns import POST_OPS, folds_batch_norm, is_packed, other_of, reads, same_type
 from fusewright_cpu.target import host_target
@@ -79,7 +79,8 @@ def _pays(m: Match, b: Builder) -> bool:
     unary = m.get("unary")
     apart = unary is not None and (not POST_OPS[unary.op].exact and not b.ctx.options["finite_math"])
     image = tuple(map(hint, x.shape))
-    return choices.pointwise_form(b.ctx, kernel, image, hint(out.shape[1]), scalars, apart, b.built) == own.FORM
+    parts = sums.parts_of(m.anchor)
+    return choices.pointwise_form(b.ctx, kernel, image, hint(out.shape[1]), scalars, apart, b.built, parts) == own.FORM
 
 
 def _write(m: Match, b: Builder) -> None:
