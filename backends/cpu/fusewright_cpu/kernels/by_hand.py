@@ -473,7 +473,7 @@ class FirstConv:
 
     @property
     def symbols(self) -> tuple[str, ...]:
-        """Pixels and channels of the result, products of each, sizes of both images, zeros above and left of `x`, and its strides."""
+        """Pixels and channels of the result, products of each, sizes of both images, zeros around `x`, and its strides."""
         steps = ("step_n", "step_c", "step_y", "step_x")
         return ("m", "n", "k", "c", "h", "w", "oh", "ow", "pad_y", "pad_x", *steps)
 

@@ -108,7 +108,8 @@ def _pays(m: Match, b: Builder) -> bool:
     apart = unary is not None and not (POST_OPS[unary.op].exact or b.ctx.options["finite_math"])
     geometry = tuple(list(pair(op, name)) for name in ("padding", "stride", "dilation"))
     parts = min(of_group, 1 << (sums.parts_of(op) - 1).bit_length())
-    conv = choices.Convolution(shape, (channels, of_group, *window), geometry, op.arg("groups"), parts, apart)
+    post = pointwise.riding(m, parts, b)
+    conv = choices.Convolution(shape, (channels, of_group, *window), geometry, op.arg("groups"), parts, apart, post)
     return choices.conv_form(b.ctx, kernel, conv, _sizes(m, x), pointwise.after(m)[1], b.built) == own.FORM
 
 

@@ -76,7 +76,9 @@ def _pays(m: Match, b: Builder) -> bool:
     x = b.spec(op.arg("input"))
     apart = unary is not None and not (POST_OPS[unary.op].exact or b.ctx.options["finite_math"])
     geometry = tuple(list(pair(op, name)) for name in ("padding", "stride", "dilation"))
-    conv = choices.Convolution(_shape(m, "input"), _shape(m, "weight"), geometry, 1, sums.parts_of(op), apart)
+    parts = sums.parts_of(op)
+    post = pointwise.riding(m, parts, b)
+    conv = choices.Convolution(_shape(m, "input"), _shape(m, "weight"), geometry, 1, parts, apart, post)
     return choices.first_form(b.ctx, kernel, conv, _sizes(m, x), pointwise.after(m)[1], b.built) == own.FORM
 
 
