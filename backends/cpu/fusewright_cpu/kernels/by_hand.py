@@ -330,6 +330,18 @@ class AmxLinear:
 
 WIDE, NARROW = 48, 32
 """Columns of panels of a `VectorLinear` that has two kinds: any number of registers but one is a sum of these."""
+
+
+def panels_of(n: int, columns: int, narrow: bool) -> tuple[tuple[int, int], ...]:
+    """Return the numbers of panels of a weight of n columns, and the columns of each: first the wide ones. Narrow ones are two at
+    most."""
+    if not narrow:
+        return ((-(-n // columns), columns),)
+    vectors = -(-n // 16)
+    wide = max(0, vectors // 3 - (vectors % 3 == 1))
+    return (wide, WIDE), (-(-max(0, n - wide * WIDE) // NARROW), NARROW)
+
+
 VECTOR_TILES = {32: (6, 16), 64: (8, 48)}
 """By the bytes of a register: the rows of a linear that are multiplied together, and the columns of a panel of weights."""
 
@@ -360,12 +372,8 @@ class VectorLinear:
         return "_".join(("vector_linear", str(self.rows), str(self.columns), *filter(None, parts)))
 
     def panels(self, n: int) -> tuple[tuple[int, int], ...]:
-        """Return the numbers of panels of a weight of n columns, and the columns of each: first the wide ones."""
-        if not self.narrow:
-            return ((-(-n // self.columns), self.columns),)
-        vectors = -(-n // 16)
-        wide = max(0, vectors // 3 - (vectors % 3 == 1))
-        return (wide, WIDE), (-(-max(0, n - wide * WIDE) // NARROW), NARROW)
+        """Return the numbers of panels of a weight of n columns, and the columns of each."""
+        return panels_of(n, self.columns, self.narrow)
 
     @property
     def buffers(self) -> tuple[Buffer, ...]:
@@ -400,7 +408,7 @@ class DirectConv:
     `other` and `out` are [batch, groups * n, oh, ow], dense and channels-last; `weight` is made by `direct_conv.packed`, `bias` is
     padded to whole panels; `zero` holds `c` zeros. `rows` pixels by `columns` channels are computed together. The activation
     `after` keeps NaN. `pointwise`: each pixel is multiplied alone, pixels of `x` lie `step_x` apart, and there is no `zero`.
-    `transposed`: see `transposed_conv`."""
+    `transposed`: see `transposed_conv`. `narrow`: as of a `VectorLinear`, for each group."""
 
     rows: int
     columns: int
@@ -409,13 +417,18 @@ class DirectConv:
     after: str = ""
     pointwise: bool = False
     transposed: bool = False
+    narrow: bool = False
     dtype: ClassVar[str] = "f32"
 
     @property
     def name(self) -> str:
         form = "pointwise" if self.pointwise else "transposed" if self.transposed else ""
-        parts = (form, "bias" if self.bias else "", "add" if self.add else "", self.after)
+        parts = (form, "narrow" if self.narrow else "", "bias" if self.bias else "", "add" if self.add else "", self.after)
         return "_".join(("direct_conv", str(self.rows), str(self.columns), *filter(None, parts)))
+
+    def panels(self, n: int) -> tuple[tuple[int, int], ...]:
+        """Return the numbers of panels of a weight of n columns of a group, and the columns of each."""
+        return panels_of(n, self.columns, self.narrow)
 
     @property
     def buffers(self) -> tuple[Buffer, ...]:

@@ -17,7 +17,7 @@ from fusewright_cpu.emit.entry import share, start
 from fusewright_cpu.emit.math import ACTIVATIONS
 from fusewright_cpu.emit.pointwise import cast, memory_type, to_bf16s
 from fusewright_cpu.emit.text import Fn, Module, V, const, i64
-from fusewright_cpu.kernels.by_hand import AmxLinear, DirectConv, FirstConv, VectorLinear
+from fusewright_cpu.kernels.by_hand import NARROW, WIDE, AmxLinear, DirectConv, FirstConv, VectorLinear
 from fusewright_cpu.kernels.parts import ceil_div, each, fetch, least, load, store, taken, word
 from fusewright_cpu.policy import LOOPS
 
@@ -56,6 +56,22 @@ def emit_panels(module: Module, a: Product, name: str, parallel: bool, body: Pan
     start(f, name, block, team, shared, team if parallel else None)
     f.raw("ret i64 0")
     f.finish()
+
+
+def kinds_of_panels(f: Fn, n: V) -> tuple[V, V, V]:
+    """Return the number of wide panels of a weight of n columns, that of all, and their columns (see `by_hand.panels_of`)."""
+    vectors = ceil_div(f, n, i64(MOST_LANES))
+    left = f.bin("urem", vectors, i64(3))
+    wide = f.bin("sub", f.bin("udiv", vectors, i64(3)), f.conv("zext", f.cmp("icmp eq", left, i64(1)), "i64"))
+    wide = f.select(f.cmp("icmp slt", wide, i64(0)), i64(0), wide)
+    narrow = ceil_div(f, f.bin("sub", n, f.mul(wide, i64(WIDE))), i64(NARROW))
+    return wide, f.add(wide, narrow), f.add(f.mul(wide, i64(WIDE)), f.mul(narrow, i64(NARROW)))
+
+
+def column_of(f: Fn, panel: V, wide: V) -> V:
+    """Return where the columns of a panel begin, the first of which are wide."""
+    before = least(f, panel, wide)
+    return f.add(f.mul(before, i64(WIDE)), f.mul(f.bin("sub", panel, before), i64(NARROW)))
 
 
 def sizes(f: Fn, a: Product, block: V) -> dict[str, V]:

@@ -15,8 +15,8 @@ import torch
 from fusewright_cpu.emit.text import Fn, Module, V, i64
 from fusewright_cpu.kernels.by_hand import NARROW, WIDE, VectorLinear
 from fusewright_cpu.kernels.direct_conv import ITEMS, Rows
-from fusewright_cpu.kernels.panels import LINE, Panels, emit_panels
-from fusewright_cpu.kernels.parts import add_to, added_to, ceil_div, each, least, load, with_products
+from fusewright_cpu.kernels.panels import LINE, Panels, column_of, emit_panels, kinds_of_panels
+from fusewright_cpu.kernels.parts import add_to, added_to, each, least, load, with_products
 
 LANES = 16
 BLOCKS = 8
@@ -57,7 +57,7 @@ class _Vectors(Panels):
         self.rows, self.columns, self.held, self.chunk = a.rows, a.columns, a.rows, BLOCKS * a.rows
         super().__init__(module, a, name)
         if a.narrow:
-            self.wide = _wide(self.f, self.size["n"])
+            self.wide, _, _ = kinds_of_panels(self.f, self.size["n"])
         self.lines = self.f.mul(self.size["k"], i64(4))
         """Bytes of a column."""
 
@@ -67,9 +67,7 @@ class _Vectors(Panels):
     def count(self, f: Fn, size: Mapping[str, V]) -> V:
         if not self.a.narrow:  # type: ignore[union-attr]
             return super().count(f, size)
-        wide = _wide(f, size["n"])
-        left = f.bin("sub", size["n"], f.mul(wide, i64(WIDE)))
-        return f.add(wide, ceil_div(f, left, i64(NARROW)))
+        return kinds_of_panels(f, size["n"])[1]
 
     def place(self, panel: V) -> tuple[V, V, V]:
         column = self._column(panel)
@@ -83,8 +81,7 @@ class _Vectors(Panels):
         f = self.f
         if not self.a.narrow:  # type: ignore[union-attr]
             return f.mul(panel, i64(self.columns))
-        wide = least(f, panel, self.wide)
-        return f.add(f.mul(wide, i64(WIDE)), f.mul(f.bin("sub", panel, wide), i64(NARROW)))
+        return column_of(f, panel, self.wide)
 
     def of_item(self, f: Fn, size: Mapping[str, V], threads: V) -> tuple[V, V]:
         """Return all panels of a small weight, so that results are written in the order of memory."""
@@ -141,11 +138,3 @@ class _Vectors(Panels):
         each(f, i64(0), last, PART, more)
         made = part(last, k)
         self.end_block(row, panel, added_to(f, places, made, last))
-
-
-def _wide(f: Fn, n: V) -> V:
-    """Return the number of wide panels (see `by_hand.VectorLinear.panels`)."""
-    vectors = ceil_div(f, n, i64(LANES))
-    left = f.bin("urem", vectors, i64(3))
-    wide = f.bin("sub", f.bin("udiv", vectors, i64(3)), f.conv("zext", f.cmp("icmp eq", left, i64(1)), "i64"))
-    return f.select(f.cmp("icmp slt", wide, i64(0)), i64(0), wide)

@@ -396,7 +396,7 @@ def conv_form(
     def ours() -> Thunk:
         launcher = compile_kernels([kernel]).launcher(kernel)
         built.append(launcher)
-        wide = conv.groups * -(-(channels // conv.groups) // kernel.columns) * kernel.columns
+        wide = conv.groups * own.padded(kernel, channels // conv.groups)
         turn = in_turn(channels, k, torch.float32, lambda: torch.full((wide, k), ELEMENT))
         x, other = _filled(*conv.image), _filled(conv.image[0], channels, *sizes[7:9])
         more = [*([torch.zeros(channels + kernel.columns)] if kernel.bias else []), *([other] if kernel.add else [])]

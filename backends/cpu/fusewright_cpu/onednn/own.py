@@ -15,7 +15,7 @@ from fusewright.plan.ir import Ref
 from fusewright.toolkit.ir.types import from_torch, to_torch
 from fusewright.toolkit.region.builder import Builder, contiguous_strides
 from fusewright_cpu.kernels import amx_linear, vector_linear
-from fusewright_cpu.kernels.by_hand import MOST_GEMV_ROWS, VECTOR_TILES, AmxLinear, Gemv, VectorLinear
+from fusewright_cpu.kernels.by_hand import MOST_GEMV_ROWS, VECTOR_TILES, AmxLinear, DirectConv, Gemv, VectorLinear
 from fusewright_cpu.onednn.tiles import linear_tile_of
 from fusewright_cpu.run.sources import hash_of
 from fusewright_cpu.target import host_target
@@ -93,7 +93,7 @@ def launch(
     b.launch(kernel, hash_of(kernel), values, sizes, after[1], out=out, op=op)
 
 
-def padded(kernel: Linear, n: int) -> int:
+def padded(kernel: Linear | DirectConv, n: int) -> int:
     """Return the columns of a packed weight of n columns."""
     return sum(count * columns for count, columns in kernel.panels(n))
 

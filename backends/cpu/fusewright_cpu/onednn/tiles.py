@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from fusewright_cpu.kernels.by_hand import VectorLinear
+from fusewright_cpu.kernels.by_hand import panels_of
 from fusewright_cpu.target import CpuTarget
 
 
@@ -22,7 +22,7 @@ class Tile:
 
     def work(self, pixels: int, channels: int) -> float:
         """Return how long a result of so many pixels and channels takes."""
-        kinds = VectorLinear(columns=self.columns, narrow=self.narrow).panels(channels)
+        kinds = panels_of(channels, self.columns, self.narrow)
         return math.ceil(pixels / self.rows) * self.rows * sum(n * columns for n, columns in kinds) * self.cost
 
 
@@ -42,6 +42,15 @@ LINEAR_TILES = {
 """The same for linears."""
 FIRST_TILES = {32: TILES[32], 64: (Tile(14, 32), Tile(12, 32), Tile(8, 48), Tile(6, 64), Tile(16, 16, 1.3))}
 """The same for convolutions of few channels, whose pixels need no pointers of their own (2-core Xeon, 2026-11-28)."""
+
+
+CONV_TILES = {32: TILES[32], 64: (Tile(8, 48, narrow=True), Tile(7, 48, 1.03, narrow=True), Tile(16, 16, 1.3))}
+"""The same for convolutions (the same Xeon, 2026-11-28)."""
+
+
+def conv_tile_of(pixels: int, channels: int, target: CpuTarget) -> Tile | None:
+    """Return the tile that wastes least on a convolution's result of so many pixels and channels of a group, or None."""
+    return _best(CONV_TILES, pixels, channels, target)
 
 
 def tile_of(pixels: int, channels: int, target: CpuTarget) -> Tile | None:

@@ -19,7 +19,16 @@ from fusewright.toolkit.region.pattern import Chain, Match, chain, maybe
 from fusewright.toolkit.region.rewrite import Row
 from fusewright_cpu.onednn import choices, own, sums
 from fusewright_cpu.onednn.folding import folded
-from fusewright_cpu.onednn.patterns import POST_OPS, folds_batch_norm, is_packed, other_of, post_op, reads, rides, same_type
+from fusewright_cpu.onednn.patterns import (
+    POST_OPS,
+    folds_batch_norm,
+    is_packed,
+    other_of,
+    post_op,
+    reads,
+    rides,
+    same_type,
+)
 from fusewright_cpu.target import host_target
 
 
