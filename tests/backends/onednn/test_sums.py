@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
 import pytest
 import torch
 
 from fusewright_cpu.onednn import sums
+from fusewright_cpu.target import host_target
 from tests.backends.onednn.common import BF16, F32, check, compiled
-from tests.fragments import Sketch, targets
+from tests.fragments import Context, Sketch, targets
 
 CONV = "mkldnn::_convolution_pointwise"
 ADDED = "kernel add"
@@ -51,6 +53,41 @@ def test_what_follows_rides_on_the_kernel_that_adds_up(bias: bool, layout: torch
     fragment = check(g, [z])
     names = targets(fragment)
     assert names[0] == CONV and len(names) == 2 and names[1].startswith(ADDED)
+
+
+@pytest.mark.skipif(host_target().vector_bytes != 64, reason="1x1 convolutions are linears with AVX-512; runs where: a CPU has it")
+@pytest.mark.parametrize(("shape", "taps", "act", "asked"), [
+    ((1, 512, 7, 7), (1, 1), "relu", [(1, "none")]), ((1, 1104, 7, 7), (1, 1), "relu", [(2, "none")]),
+    ((1, 512, 7, 7), (1, 1), "silu", [(1, "swish")]), ((1, 1104, 7, 7), (1, 1), "silu", [(2, "none")]),
+    ((1, 16, 14, 14), (3, 3), "silu", [(1, "swish")]), ((1, 3, 28, 28), (3, 3), "silu", [(1, "swish")]),
+])  # fmt: skip
+def test_a_librarys_convolution_is_measured_with_its_parts_and_activation(
+    shape: tuple[int, ...], taps: tuple[int, ...], act: str, asked: list[tuple[int, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call without them is faster than what the plan would run. Sums are small: the exponentials of large ones are no normal
+    numbers, with which a CPU is slow."""
+    found: list[tuple[int, str]] = []
+
+    def choose(self: Context, key: str, candidates: Any) -> str:
+        call = torch.ops.mkldnn._convolution_pointwise
+        noting = types.SimpleNamespace(**{n: getattr(torch.ops.mkldnn, n) for n in ("_reorder_convolution_weight",)})
+
+        def noted(*args: Any) -> torch.Tensor:
+            found.append(args[6:8])
+            assert call(*args[:7], "none", [], "").abs().max() < 10
+            return call(*args)
+
+        noting._convolution_pointwise = noted
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.ops, "mkldnn", noting)
+            for make in candidates.values():
+                make()
+        return "packed"
+
+    monkeypatch.setattr(Context, "choose", choose)
+    g = Sketch()
+    compiled(g, [g.op(act, drawn(g, shape, 32, taps))])
+    assert found == asked
 
 
 def test_activations_ride_on_a_sequences_sum() -> None:

@@ -328,11 +328,24 @@ class Body:
 
     def _tiles(self, v: int, t: int) -> None:
         """Emit whole tiles of a block of `v` and `t`, then the rest of it, row by row."""
-        f, w = self.f, self.how.lanes
-        (t_lo, t_hi), (v_lo, v_hi) = self._range(t, self.lanes.axis[t]), self._range(v, self.lanes.axis[v])
-        t_stop, v_stop = self._whole(t_lo, t_hi, w), self._whole(v_lo, v_hi, w)
+        (lo, hi), columns = self._range(t, self.lanes.axis[t]), self._range(v, self.lanes.axis[v])
         hoisted = self._hoisted(v, t)
         common = dict(self.uniform)
+        parts = segments(self.kernel, t)
+        for part in parts:
+            self.known = part.known
+            self._tiles_of_rows(v, t, (self._least(hi, part.start, lo), self._least(hi, part.stop, lo)), columns, hoisted, common)
+        self.known = {}
+        if not parts:
+            self._tiles_of_rows(v, t, (lo, hi), columns, hoisted, common)
+
+    def _tiles_of_rows(
+        self, v: int, t: int, rows: tuple[V, V], columns: tuple[V, V], hoisted: set[int], common: dict[int, V]
+    ) -> None:
+        """Emit tiles of these points of `t`, and the rest of them."""
+        f, w = self.f, self.how.lanes
+        (t_lo, t_hi), (v_lo, v_hi) = rows, columns
+        t_stop, v_stop = self._whole(t_lo, t_hi, w), self._whole(v_lo, v_hi, w)
 
         def across(i: V, _: list[V]) -> list[V]:
             self.lanes.axis[t] = i
@@ -340,7 +353,7 @@ class Body:
 
         def tile(j: V, _: list[V]) -> list[V]:
             self.lanes.axis[v] = j
-            self.lanes.w, self.lanes.vectorised, self.lanes.units_along = w, True, t
+            self.lanes.w, self.lanes.vectorised, self.lanes.mask, self.lanes.units_along = w, True, None, t
             self.uniform, self.transposed = dict(common), {}
             self._tile(w, hoisted)
             self.lanes.units_along = v
@@ -348,7 +361,7 @@ class Body:
             return []
 
         f.loop(t_lo, t_stop, i64(w), [], across)
-        if self._divides(w) and self._divides(w, t):
+        if not self.known and self._divides(w) and self._divides(w, t):
             return
 
         def rest(i: V, _: list[V]) -> list[V]:
@@ -457,7 +470,10 @@ class Body:
             self.lanes.store_interleaved(n, m.base, [places[k] for k in range(m.stride)], u)
 
     def _load(self, n: Node, values: dict[int, V], u: int, varying: bool) -> V:
-        """Emit a load: alone, one of an interleaved set, or one for all units of a tile."""
+        """Emit a load: alone, one of an interleaved set, or one for all units of a tile; none where its condition is known not to
+        hold."""
+        if n.args and self.known.get(n.args[0]) is False:
+            return values[n.args[1]]
         v, t = self.how.v, self.lanes.units_along
         if v is not None and t != v and across(self.kernel, n, v) == t:
             if n.id not in self.transposed:

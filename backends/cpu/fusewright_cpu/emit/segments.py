@@ -36,7 +36,17 @@ def segments(kernel: Kernel, v: int) -> list[Segment]:
     if not cuts or len(cuts) >= MOST or sum(map(cost, nodes.values())) > MOST_COST:
         return []
     ends = [0, *cuts, size]
-    return [Segment(a, b, {i: (a < at) == before for i, (at, before) in turns.items()}) for a, b in pairwise(ends)]
+    return [Segment(a, b, _implied({i: (a < at) == before for i, (at, before) in turns.items()}, nodes)) for a, b in pairwise(ends)]
+
+
+def _implied(known: dict[int, bool], nodes: dict[int, Node]) -> dict[int, bool]:
+    """Add what follows from known conditions for those that join them."""
+    for n in nodes.values():
+        if n.op == "and" and n.dtype == "bool":
+            parts = [known.get(a) for a in n.args]
+            if False in parts or all(parts):
+                known[n.id] = all(parts)
+    return known
 
 
 def _turn(n: Node, nodes: dict[int, Node], v: int) -> tuple[int, bool] | None:

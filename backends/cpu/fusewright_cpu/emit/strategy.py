@@ -57,16 +57,20 @@ def choose(kernel: Kernel, target: CpuTarget) -> Strategy:
 
 
 def _tiled(kernel: Kernel, target: CpuTarget, sizes: list[int]) -> Strategy | None:
-    """Return square tiles if loads and stores run along two axes: with those along the second transposed, the fewer."""
-    found: dict[int, Strategy] = {}
-    for v in reversed(range(len(kernel.p))):
-        lanes = min(_lanes(kernel, target, kernel.sizes[v]), MOST_LANES)
-        tile = tile_axis(kernel, sizes, v, lanes)
-        if tile is not None:
-            t, transposed = tile
-            parallel = tuple(a for a in range(len(kernel.p)) if a not in (v, t))
-            found.setdefault(transposed, Strategy(v, False, lanes, parallel, (), LOOPS.tile * lanes, t))
-    return found[min(found)] if found else None
+    """Return square tiles if loads and stores run along two axes: with those along the second transposed, the fewer; else all
+    stores, if loads all run along another axis."""
+    for loaded in (False, True):
+        found: dict[int, Strategy] = {}
+        for v in reversed(range(len(kernel.p))):
+            lanes = min(_lanes(kernel, target, kernel.sizes[v]), MOST_LANES)
+            tile = tile_axis(kernel, sizes, v, lanes, loaded)
+            if tile is not None:
+                t, transposed = tile
+                parallel = tuple(a for a in range(len(kernel.p)) if a not in (v, t))
+                found.setdefault(transposed, Strategy(v, False, lanes, parallel, (), LOOPS.tile * lanes, t))
+        if found:
+            return found[min(found)]
+    return None
 
 
 def _block(kernel: Kernel, size: int, lanes: int, has_serial: bool, has_outer: bool) -> int:

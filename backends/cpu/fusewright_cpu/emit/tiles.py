@@ -14,13 +14,16 @@ MOST_COST = 100
 """The most vector instructions of a kernel that is written out once per lane."""
 
 
-def tile_axis(kernel: Kernel, sizes: list[int], v: int, lanes: int) -> tuple[int, int] | None:
-    """Return the axis of the loads and stores that do not run along `v`, and their number; None where tiles do not apply."""
+def tile_axis(kernel: Kernel, sizes: list[int], v: int, lanes: int, loaded: bool = False) -> tuple[int, int] | None:
+    """Return the axis of the loads and stores that do not run along `v`, and their number; None where tiles do not apply. `loaded`:
+    only loads run along `v`, under any conditions, as the parts of a concatenation do."""
     if kernel.r or lanes < 4 or sizes[v] < lanes or sum(cost(n) for n in kernel.nodes()) > MOST_COST:
         return None
     nodes = list(kernel.nodes())
     stores = [n for n in nodes if n.op == "store"]
-    if not all(_along(n, v) or across_store(kernel, n, v) is not None for n in stores) or not any(_along(n, v) for n in stores):
+    if not all(_along(n, v) or across_store(kernel, n, v) is not None for n in stores):
+        return None
+    if any(_along(n, v) for n in stores) is loaded or (loaded and not all(_loaded_along(n, v) for n in nodes if n.op == "load")):
         return None
     axes = [a for n in nodes for a in (across(kernel, n, v), across_store(kernel, n, v)) if a is not None]
     if not 0 < len(axes) <= MOST_TRANSPOSED or len(set(axes)) > 1 or sizes[axes[0]] < lanes:
@@ -31,6 +34,11 @@ def tile_axis(kernel: Kernel, sizes: list[int], v: int, lanes: int) -> tuple[int
 def _along(n: Node, v: int) -> bool:
     """Whether a store that overwrites runs along `v`."""
     return not n.how and n.index is not None and not n.index.indirect and n.index.stride_of(v) == 1
+
+
+def _loaded_along(n: Node, v: int) -> bool:
+    """Whether a load runs along `v` or does not depend on it."""
+    return n.index is not None and not n.index.indirect and n.index.stride_of(v) in (0, 1)
 
 
 def across_store(kernel: Kernel, n: Node, v: int) -> int | None:

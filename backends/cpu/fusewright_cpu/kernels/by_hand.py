@@ -305,6 +305,10 @@ class AmxLinear:
         parts = ("bias" if self.bias else "", "add" if self.add else "", self.after)
         return "_".join(("amx_linear", *filter(None, parts)))
 
+    def panels(self, n: int) -> tuple[tuple[int, int], ...]:
+        """Return the number of panels of a weight of n columns, and the columns of each."""
+        return ((-(-n // self.columns), self.columns),)
+
     @property
     def buffers(self) -> tuple[Buffer, ...]:
         bias = (Buffer("bias", "f32", "in"),) if self.bias else ()
@@ -324,6 +328,20 @@ class AmxLinear:
         return "" if target.has("amx-bf16") and target.vector_bytes == 64 else "needs AMX with bf16"
 
 
+WIDE, NARROW = 48, 32
+"""Columns of panels of a `VectorLinear` that has two kinds: any number of registers but one is a sum of these."""
+
+
+def panels_of(n: int, columns: int, narrow: bool) -> tuple[tuple[int, int], ...]:
+    """Return the numbers of panels of a weight of n columns, and the columns of each: first the wide ones. Narrow ones are two at
+    most."""
+    if not narrow:
+        return ((-(-n // columns), columns),)
+    vectors = -(-n // 16)
+    wide = max(0, vectors // 3 - (vectors % 3 == 1))
+    return (wide, WIDE), (-(-max(0, n - wide * WIDE) // NARROW), NARROW)
+
+
 VECTOR_TILES = {32: (6, 16), 64: (8, 48)}
 """By the bytes of a register: the rows of a linear that are multiplied together, and the columns of a panel of weights."""
 
@@ -339,6 +357,8 @@ class VectorLinear:
     after: str = ""
     rows: int = 8
     columns: int = 48
+    narrow: bool = False
+    """Whether the last panels have NARROW columns where that wastes less; the others have WIDE (AVX-512)."""
     dtype: ClassVar[str] = "f32"
     depth: ClassVar[int] = 1
 
@@ -348,8 +368,12 @@ class VectorLinear:
 
     @property
     def name(self) -> str:
-        parts = ("bias" if self.bias else "", "add" if self.add else "", self.after)
+        parts = ("narrow" if self.narrow else "", "bias" if self.bias else "", "add" if self.add else "", self.after)
         return "_".join(("vector_linear", str(self.rows), str(self.columns), *filter(None, parts)))
+
+    def panels(self, n: int) -> tuple[tuple[int, int], ...]:
+        """Return the numbers of panels of a weight of n columns, and the columns of each."""
+        return panels_of(n, self.columns, self.narrow)
 
     @property
     def buffers(self) -> tuple[Buffer, ...]:
@@ -384,7 +408,7 @@ class DirectConv:
     `other` and `out` are [batch, groups * n, oh, ow], dense and channels-last; `weight` is made by `direct_conv.packed`, `bias` is
     padded to whole panels; `zero` holds `c` zeros. `rows` pixels by `columns` channels are computed together. The activation
     `after` keeps NaN. `pointwise`: each pixel is multiplied alone, pixels of `x` lie `step_x` apart, and there is no `zero`.
-    `transposed`: see `transposed_conv`."""
+    `transposed`: see `transposed_conv`. `narrow`: as of a `VectorLinear`, for each group."""
 
     rows: int
     columns: int
@@ -393,13 +417,18 @@ class DirectConv:
     after: str = ""
     pointwise: bool = False
     transposed: bool = False
+    narrow: bool = False
     dtype: ClassVar[str] = "f32"
 
     @property
     def name(self) -> str:
         form = "pointwise" if self.pointwise else "transposed" if self.transposed else ""
-        parts = (form, "bias" if self.bias else "", "add" if self.add else "", self.after)
+        parts = (form, "narrow" if self.narrow else "", "bias" if self.bias else "", "add" if self.add else "", self.after)
         return "_".join(("direct_conv", str(self.rows), str(self.columns), *filter(None, parts)))
+
+    def panels(self, n: int) -> tuple[tuple[int, int], ...]:
+        """Return the numbers of panels of a weight of n columns of a group, and the columns of each."""
+        return panels_of(n, self.columns, self.narrow)
 
     @property
     def buffers(self) -> tuple[Buffer, ...]:
@@ -413,6 +442,53 @@ class DirectConv:
         window = ("ky", "kx", "stride_y", "stride_x", "dilation_y", "dilation_x", "pad_y", "pad_x")
         whole = ("whole_y", "whole_x") if self.transposed else ()
         return ("m", "n", "k", "groups", "c", "h", "w", "oh", "ow", *window, "step_n", "step_y", "step_x", *whole)
+
+    @property
+    def scalars(self) -> tuple[Scalar, ...]:
+        return tuple(Scalar(name, "f32") for name in SCALARS.get(self.after, ()))
+
+    def refused(self, target: CpuTarget) -> str:
+        """Return why the target is not supported, or ""."""
+        return _refused_tile(self.rows, self.columns, target)
+
+
+@dataclass(frozen=True, slots=True)
+class FirstConv:
+    """A convolution of images of few channels, at least `rows` pixels wide in the result. `x` is [batch, c, h, w] of any strides,
+    `other` and `out` are [batch, n, oh, ow], dense and channels-last; fp32 `weight` is packed as that of a `VectorLinear` [n, k]
+    with k = c * ky * kx, fp32 `bias` padded to whole panels. `rows` pixels by `columns` channels are computed together. The
+    activation `after` keeps NaN."""
+
+    dtype: str
+    kernel: tuple[int, int]
+    stride: tuple[int, int]
+    rows: int
+    columns: int
+    bias: bool = False
+    add: bool = False
+    after: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kernel", tuple(self.kernel))  # JSON has lists
+        object.__setattr__(self, "stride", tuple(self.stride))
+
+    @property
+    def name(self) -> str:
+        window = "x".join(map(str, self.kernel)) + "_by_" + "x".join(map(str, self.stride))
+        parts = ("bias" if self.bias else "", "add" if self.add else "", self.after)
+        return "_".join(("first_conv", self.dtype, window, str(self.rows), str(self.columns), *filter(None, parts)))
+
+    @property
+    def buffers(self) -> tuple[Buffer, ...]:
+        bias = (Buffer("bias", "f32", "in"),) if self.bias else ()
+        other = (Buffer("other", self.dtype, "in"),) if self.add else ()
+        return (Buffer("x", self.dtype, "in"), Buffer("weight", "f32", "in"), *bias, *other, Buffer("out", self.dtype, "out"))
+
+    @property
+    def symbols(self) -> tuple[str, ...]:
+        """Pixels and channels of the result, products of each, sizes of both images, zeros around `x`, and its strides."""
+        steps = ("step_n", "step_c", "step_y", "step_x")
+        return ("m", "n", "k", "c", "h", "w", "oh", "ow", "pad_y", "pad_x", *steps)
 
     @property
     def scalars(self) -> tuple[Scalar, ...]:

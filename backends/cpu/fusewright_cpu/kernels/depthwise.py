@@ -17,11 +17,16 @@ from fusewright_cpu.emit.pointwise import cast, memory_type, to_bf16s
 from fusewright_cpu.emit.text import Fn, Module, V, i64
 from fusewright_cpu.kernels.by_hand import DEPTHWISE_CHANNELS as CHANNELS
 from fusewright_cpu.kernels.by_hand import Depthwise
-from fusewright_cpu.kernels.parts import ceil_div, each, least, load, most, store, word
+from fusewright_cpu.kernels.parts import ceil_div, each, least, load, store, word
 from fusewright_cpu.policy import LOOPS
 
 STAGED = 4
 """Pixels per step of the loop that prepares rows."""
+LARGE = 2 << 20
+"""Bytes of an image from which on its rows are read in all channels at a time: caches fetch the channels of other work items as
+well, and have lost them again by then."""
+MOST_ROWS = 1 << 20
+"""The most bytes of all rows in the ring."""
 UNROLLED = 25
 """The most taps for which the code of a pixel has no loop over the rows of its window."""
 LINE = 64
@@ -73,32 +78,42 @@ class _Body:
         self.width = f.add(f.mul(f.bin("sub", size["ow"], i64(1)), i64(d.stride[1])), i64(d.kernel[1]))
         """Pixels of a row in the ring, for each vector of channels."""
         self.row = f.mul(self.width, i64(CHANNELS))
+        self.rows = f.mul(self.row, i64(d.kernel[0]))
+        """Elements of the ring, for each block of channels."""
+        bytes_of_x = f.mul(f.mul(size["c"], i64(4 if d.dtype == "f32" else 2)), f.mul(size["h"], size["w"]))
+        large = f.cmp("icmp sgt", bytes_of_x, i64(LARGE))
+        fits = f.cmp("icmp sle", f.mul(self.rows, f.mul(self.blocks, i64(4))), i64(MOST_ROWS))
+        self.together = f.select(f.bin("and", large, fits), self.blocks, i64(1))
+        """Blocks of channels whose work items for a row follow each other."""
         f.module.declare("malloc", "ptr", ["i64"], external=True)
         f.module.declare("free", "void", ["ptr"], external=True)
-        bytes_ = f.add(f.mul(self.row, i64(4 * d.kernel[0])), i64(LINE))
+        bytes_ = f.add(f.mul(f.mul(self.rows, i64(4)), self.together), i64(LINE))
         memory = f.let("ptr", 1, f"call ptr @malloc({bytes_})")
         line = f.bin("and", f.add(f.conv("ptrtoint", memory, "i64"), i64(LINE - 1)), i64(-LINE))
-        self.ring = f.conv("inttoptr", line, "ptr")
-        f.loop(f.args[1], f.args[2], i64(1), [i64(-1), i64(0)], self._item)
+        self.memory = f.conv("inttoptr", line, "ptr")
+        each(f, f.args[1], f.args[2], 1, self._item)
         f.raw(f"call void @free({memory})")
         f.raw("ret void")
         f.finish()
 
-    def _item(self, i: V, carried: list[V]) -> list[V]:
-        """Compute a row. Carried: the image and block of channels whose rows are in the ring, and the row after the last of them.
-        Rows are counted from the first one of the padded image."""
+    def _item(self, i: V) -> None:
+        """Compute a row. What the row above reads too is in the ring if this thread computed that. Rows are counted from the first
+        one of the padded image."""
         f, d, size = self.f, self.d, self.size
-        part, y = f.bin("sdiv", i, size["oh"]), f.bin("srem", i, size["oh"])
-        image, channel = f.bin("sdiv", part, self.blocks), f.mul(f.bin("srem", part, self.blocks), i64(CHANNELS))
+        part, within = f.bin("sdiv", i, self.together), f.bin("srem", i, self.together)
+        y, first = f.bin("srem", part, size["oh"]), f.bin("sdiv", part, size["oh"])
+        block = f.add(f.mul(first, self.together), within)
+        image, channel = f.bin("sdiv", block, self.blocks), f.mul(f.bin("srem", block, self.blocks), i64(CHANNELS))
         top = f.mul(y, i64(d.stride[0]))
         end = f.add(top, i64(d.kernel[0]))
-        new = f.select(f.cmp("icmp eq", part, carried[0]), most(f, top, carried[1]), top)
+        above = f.bin("and", f.cmp("icmp sgt", y, i64(0)), f.cmp("icmp sge", f.bin("sub", i, self.together), f.args[1]))
+        new = f.select(above, f.add(top, i64(max(0, d.kernel[0] - d.stride[0]))), top)
+        self.ring = f.gep("float", self.memory, f.mul(within, self.rows))
         there = least(f, f.bin("sub", size["c"], channel), i64(CHANNELS))
         source = f.add(f.mul(image, size["step_n"]), channel)
         target = f.add(f.mul(f.mul(f.add(f.mul(image, size["oh"]), y), size["ow"]), size["c"]), channel)
         each(f, new, end, 1, lambda r: self._vectors(there, lambda v, left: self._stage(r, source, v, left)))
         self._vectors(there, lambda v, left: self._products(top, channel, target, v, left))
-        return [part, end]
 
     def _vectors(self, there: V, body: Callable[[V, V | None], None]) -> None:
         """Emit `body(v, None)` for each whole vector of channels from v on, and `body(v, left)` for the rest."""

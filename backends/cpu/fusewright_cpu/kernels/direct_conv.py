@@ -6,13 +6,14 @@ image read zeros. Sums of at most 3/2 PART products are added to those before, a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 
 import torch
 
 from fusewright_cpu.emit.text import Fn, Module, V, i64
-from fusewright_cpu.kernels.by_hand import DirectConv, VectorLinear
-from fusewright_cpu.kernels.panels import Panels, emit_panels
+from fusewright_cpu.kernels.by_hand import NARROW, WIDE, DirectConv, VectorLinear
+from fusewright_cpu.kernels.panels import Panels, column_of, emit_panels, kinds_of_panels
 from fusewright_cpu.kernels.parts import add_to, ceil_div, each, least, load, with_products, word
 from fusewright_cpu.kernels.parts import most as larger
 
@@ -41,10 +42,16 @@ def packing(shape: tuple[int, ...], groups: int, columns: int) -> tuple[tuple[in
     return (groups, n, *rest), (0, 0, 0, 0, 0, 0, 0, -n % columns), (groups, panels, columns, *rest), (0, 1, 4, 5, 3, 2)
 
 
-def packed(weight: torch.Tensor, groups: int, columns: int) -> torch.Tensor:
+def packed(weight: torch.Tensor, groups: int, a: DirectConv) -> torch.Tensor:
     """Pack a weight."""
-    apart, pad, panels, order = packing(tuple(weight.shape), groups, columns)
-    return torch.nn.functional.pad(weight.reshape(apart), pad).reshape(panels).permute(order).contiguous()
+    n, rest, first, made = weight.shape[0] // groups, weight.shape[1:], 0, []
+    for count, columns in a.panels(n):
+        part = weight.reshape(groups, n, *rest)[:, first : min(n, first + count * columns)].flatten(0, 1)
+        apart, pad, panels, order = packing(tuple(part.shape), groups, columns)
+        turned = torch.nn.functional.pad(part.reshape(apart), pad).reshape(panels).permute(order)
+        made.append(turned.reshape(groups, math.prod(panels[1:])))
+        first += count * columns
+    return torch.cat(made, 1)
 
 
 def emit_direct_conv(module: Module, a: DirectConv, name: str, parallel: bool) -> None:
@@ -64,12 +71,16 @@ class Pixels(Panels):
         self.held = self.chunk + 2 * a.rows
         self.lanes = module.target.vector_bytes // 4
         self.products_per_unit, self.pointwise = self.lanes, not isinstance(a, DirectConv) or a.pointwise
+        self.narrow = a.narrow and isinstance(a, DirectConv)
         super().__init__(module, a, name)
+        self.step_of_sums = self.held * self.columns
+        """Elements between the sums of two panels."""
         self.windows = self.f.alloca("i64", self.words * self.held, 8)
         """Of each pixel of an item: line and column of the image that its window begins in, where that is in `x`, and INNER."""
 
     def count(self, f: Fn, size: Mapping[str, V]) -> V:
-        return f.mul(ceil_div(f, size["n"], i64(self.columns)), size["groups"])
+        of_group = kinds_of_panels(f, size["n"])[1] if self.narrow else ceil_div(f, size["n"], i64(self.columns))
+        return f.mul(of_group, size["groups"])
 
     def width(self, f: Fn, size: Mapping[str, V]) -> V:
         return f.mul(size["n"], size["groups"])
@@ -84,13 +95,45 @@ class Pixels(Panels):
         return rows, larger(f, i64(1), least(f, least(f, many, panels), i64(TOGETHER)))
 
     def panel_bytes(self) -> V:
-        self.per_group = ceil_div(self.f, self.size["n"], i64(self.columns))
-        return self.f.mul(self.size["k"], i64(4 * self.columns))
+        f, size = self.f, self.size
+        if self.narrow:
+            self.wide, self.per_group, self.group_columns = kinds_of_panels(f, size["n"])
+            return f.mul(size["k"], i64(4))  # of a column
+        self.per_group = ceil_div(f, size["n"], i64(self.columns))
+        return f.mul(size["k"], i64(4 * self.columns))
+
+    def weights(self, panel: V) -> V:
+        if not self.narrow:
+            return super().weights(panel)
+        f = self.f
+        column = f.add(f.mul(self.group(panel), self.group_columns), self._column(panel))
+        return f.gep("i8", self.base["weight"], f.mul(column, self.bytes))
 
     def place(self, panel: V) -> tuple[V, V, V]:
         f, n = self.f, self.size["n"]
-        within = f.mul(f.bin("srem", panel, self.per_group), i64(self.columns))
+        within = self._column(panel)
         return f.add(f.mul(self.group(panel), n), within), f.bin("sub", n, within), f.mul(n, self.size["groups"])
+
+    def _column(self, panel: V) -> V:
+        """Return where the columns of a panel begin in its group."""
+        f, within = self.f, self.f.bin("srem", panel, self.per_group)
+        return column_of(f, within, self.wide) if self.narrow else f.mul(within, i64(self.columns))
+
+    def _of_kind(self, panel: V, body: Callable[[], None]) -> None:
+        """Emit `body` for the kind of a panel."""
+        if not self.narrow:
+            return body()
+        f, columns = self.f, self.columns
+
+        def of(columns: int) -> list[V]:
+            self.columns = columns
+            body()
+            return []
+
+        wide = f.cmp("icmp slt", f.bin("srem", panel, self.per_group), self.wide)
+        f.choose(wide, lambda: of(WIDE), lambda: of(NARROW))
+        self.columns = columns
+        return None
 
     def group(self, panel: V) -> V:
         return self.f.bin("sdiv", panel, self.per_group)
@@ -113,7 +156,7 @@ class Pixels(Panels):
             """Emit `body(panel, row, row from the first on, sums)` for each block of each panel (whose windows have a row `y`)."""
 
             def of_panel(p: V) -> None:
-                held = f.gep("float", self.sums, f.mul(p, i64(self.held * self.columns)))
+                held = f.gep("float", self.sums, f.mul(p, i64(self.step_of_sums)))
                 this = f.add(panel, p)
 
                 def block(at: V) -> None:
@@ -121,7 +164,7 @@ class Pixels(Panels):
                     body(this, f.add(start, r), r, f.gep("float", held, f.mul(at, i64(self.columns))))
 
                 self.use(this)
-                self.of_row(y, lambda: each(f, i64(0), count, self.rows, block))
+                self._of_kind(this, lambda: self.of_row(y, lambda: each(f, i64(0), count, self.rows, block)))
 
             each(f, i64(0), panels, 1, of_panel)
 

@@ -17,7 +17,7 @@ from fusewright_cpu.emit.entry import share, start
 from fusewright_cpu.emit.math import ACTIVATIONS
 from fusewright_cpu.emit.pointwise import cast, memory_type, to_bf16s
 from fusewright_cpu.emit.text import Fn, Module, V, const, i64
-from fusewright_cpu.kernels.by_hand import AmxLinear, DirectConv, VectorLinear
+from fusewright_cpu.kernels.by_hand import NARROW, WIDE, AmxLinear, DirectConv, FirstConv, VectorLinear
 from fusewright_cpu.kernels.parts import ceil_div, each, fetch, least, load, store, taken, word
 from fusewright_cpu.policy import LOOPS
 
@@ -28,7 +28,12 @@ LINE = 64
 TOGETHER = (4, 3, 2, 1)
 """Rows of a block that are rounded together: the first that divides a block."""
 
-Product: TypeAlias = AmxLinear | VectorLinear | DirectConv
+MOST_LANES = 16
+"""Elements of the widest register."""
+SHORT = frozenset({"", "relu", "clamp", "leaky_relu", "hardswish", "hardsigmoid"})
+"""Activations of a few instructions: sums are stored out of registers, each row with code of its own."""
+
+Product: TypeAlias = AmxLinear | VectorLinear | DirectConv | FirstConv
 
 
 def emit_panels(module: Module, a: Product, name: str, parallel: bool, body: Panels) -> None:
@@ -51,6 +56,22 @@ def emit_panels(module: Module, a: Product, name: str, parallel: bool, body: Pan
     start(f, name, block, team, shared, team if parallel else None)
     f.raw("ret i64 0")
     f.finish()
+
+
+def kinds_of_panels(f: Fn, n: V) -> tuple[V, V, V]:
+    """Return the number of wide panels of a weight of n columns, that of all, and their columns (see `by_hand.panels_of`)."""
+    vectors = ceil_div(f, n, i64(MOST_LANES))
+    left = f.bin("urem", vectors, i64(3))
+    wide = f.bin("sub", f.bin("udiv", vectors, i64(3)), f.conv("zext", f.cmp("icmp eq", left, i64(1)), "i64"))
+    wide = f.select(f.cmp("icmp slt", wide, i64(0)), i64(0), wide)
+    narrow = ceil_div(f, f.bin("sub", n, f.mul(wide, i64(WIDE))), i64(NARROW))
+    return wide, f.add(wide, narrow), f.add(f.mul(wide, i64(WIDE)), f.mul(narrow, i64(NARROW)))
+
+
+def column_of(f: Fn, panel: V, wide: V) -> V:
+    """Return where the columns of a panel begin, the first of which are wide."""
+    before = least(f, panel, wide)
+    return f.add(f.mul(before, i64(WIDE)), f.mul(f.bin("sub", panel, before), i64(NARROW)))
 
 
 def sizes(f: Fn, a: Product, block: V) -> dict[str, V]:
@@ -77,7 +98,7 @@ class Panels(abc.ABC):
     def __init__(self, module: Module, a: Product, name: str) -> None:
         self.a = a
         self.f = f = Fn(module, name, "void", ["ptr", "i64", "i64", "ptr"])
-        self.w = min(module.target.vector_bytes // 4, 16)
+        self.w = min(module.target.vector_bytes // 4, MOST_LANES)
         self.sums = f.alloca("float", self.held_panels * self.held * self.columns)
         """Of a block or more, row after row."""
         block, names = f.args[0], [b.name for b in a.buffers]
@@ -87,6 +108,11 @@ class Panels(abc.ABC):
         bits = [f.conv("bitcast", word(f, block, first + at), "double") for at in range(len(a.scalars))]
         self.scalars = [f.conv("fptrunc", x, "float") for x in bits]
         self.element = memory_type(self.dtype)
+
+    def block(self, row: V, panel: V, weights: V, ahead: V) -> None:
+        """Compute a block from a row on."""
+        self.products(row, weights, ahead)
+        self.finish(row, panel, self.sums)
 
     def products(self, row: V, weights: V, ahead: V) -> None:
         """Compute the sums of a block from a row on, and fetch lines of the next panel at `ahead`."""
@@ -157,8 +183,7 @@ class Panels(abc.ABC):
 
         def block(at: V) -> None:
             here = least(f, f.add(row, at), last)  # the last block overlaps the one before it
-            self.products(here, weights, f.gep("i8", ahead, self.ahead(at)))
-            self.finish(here, panel, self.sums)
+            self.block(here, panel, weights, f.gep("i8", ahead, self.ahead(at)))
 
         each(f, i64(0), count, self.rows, block)
 
@@ -174,7 +199,7 @@ class Panels(abc.ABC):
         """Store the results of a block."""
         f = self.f
         column, left, apart = self.place(panel)
-        if self.w == 16:  # AVX-512 stores as fast with a mask
+        if self.w == MOST_LANES:  # AVX-512 stores as fast with a mask
             return self._store(row, column, apart, sums, left)
         whole = f.cmp("icmp sge", left, i64(self.columns))
 
@@ -187,19 +212,42 @@ class Panels(abc.ABC):
 
     def _store(self, row: V, column: V, apart: V, sums: V, left: V | None) -> None:
         """Store a block whose first columns are `left`, by default all."""
-        f, a = self.f, self.a
-        parts = range(0, self.columns, self.w)
+        f = self.f
         together = next(n for n in TOGETHER if self.rows % n == 0)
+        store_rows = self._storing(row, column, apart, left)
+
+        def some(first: V) -> None:
+            rows = [f.add(first, i64(r)) for r in range(together)]
+            places = [f.add(f.mul(i, i64(self.columns)), i64(c)) for i in rows for c in self._parts_of_row()]
+            store_rows(rows, [load(f, "float", f.gep("float", sums, p), self.w, 4 * self.w) for p in places])
+
+        each(f, i64(0), i64(self.rows), together, some)
+
+    def end_block(self, row: V, panel: V, sums: list[V]) -> None:
+        """Store the results of a block whose sums are in registers, directly if that is little code."""
+        f = self.f
+        if self.w != MOST_LANES or self.a.after not in SHORT:
+            for i, x in enumerate(sums):
+                store(f, x, f.gep("float", self.sums, i64(i * x.w)), 4 * x.w)
+            return self.finish(row, panel, self.sums)
+        column, left, apart = self.place(panel)
+        self._storing(row, column, apart, left)([i64(r) for r in range(self.rows)], sums)
+
+    def _parts_of_row(self) -> range:
+        return range(0, self.columns, self.w)
+
+    def _storing(self, row: V, column: V, apart: V, left: V | None) -> Callable[[list[V], list[V]], None]:
+        """Return a function that stores rows of a block, given their numbers and their sums."""
+        f, a, parts = self.f, self.a, self._parts_of_row()
         there = [None if left is None else f.cmp("icmp slt", f.iota(self.w), f.bin("sub", left, i64(c))) for c in parts]
         bias = [load(f, "float", f.gep("float", self.base["bias"], f.add(column, i64(c))), self.w) for c in parts] if a.bias else []
 
-        def some(first: V) -> None:
-            made, places = [], []
-            for r in range(together):
-                i = f.add(first, i64(r))
+        def rows(numbers: list[V], sums: list[V]) -> None:
+            made, places, given = [], [], iter(sums)
+            for i in numbers:
                 start = f.add(self.start_of(row, i, apart), column)
                 for v, c in enumerate(parts):
-                    x = load(f, "float", f.gep("float", sums, f.add(f.mul(i, i64(self.columns)), i64(c))), self.w, 4 * self.w)
+                    x = next(given)
                     x = f.bin("fadd", x, bias[v]) if a.bias else x
                     at = f.add(start, i64(c))
                     if a.add:
@@ -210,4 +258,4 @@ class Panels(abc.ABC):
             for x, (p, mask) in zip(to_bf16s(f, made) if self.dtype == "bf16" else made, places, strict=True):
                 store(f, x, p, 2, mask)
 
-        each(f, i64(0), i64(self.rows), together, some)
+        return rows

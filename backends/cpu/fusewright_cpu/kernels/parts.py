@@ -75,15 +75,20 @@ def with_products(f: Fn, sums: Sequence[V], rows: Sequence[V], k: V, weights: Se
     return out
 
 
-def add_to(f: Fn, places: Sequence[V], sums: Sequence[V], before: V) -> None:
-    """Add sums (vectors of fp32) to those in memory, or write them if nothing came `before`."""
+def added_to(f: Fn, places: Sequence[V], sums: Sequence[V], before: V) -> list[V]:
+    """Return sums (vectors of fp32), with those in memory added if anything came `before`."""
     align = 4 * sums[0].w
 
     def added() -> list[V]:
         return [f.bin("fadd", load(f, "float", p, s.w, align), s) for p, s in zip(places, sums, strict=True)]
 
-    for p, s in zip(places, f.when(f.cmp("icmp ne", before, i64(0)), added, list(sums)), strict=True):
-        store(f, s, p, align)
+    return f.when(f.cmp("icmp ne", before, i64(0)), added, list(sums))
+
+
+def add_to(f: Fn, places: Sequence[V], sums: Sequence[V], before: V) -> None:
+    """Add sums (vectors of fp32) to those in memory, or write them if nothing came `before`."""
+    for p, s in zip(places, added_to(f, places, sums, before), strict=True):
+        store(f, s, p, 4 * s.w)
 
 
 def taken(f: Fn, counter: V, end: V, body: Callable[[V, V], None]) -> None:

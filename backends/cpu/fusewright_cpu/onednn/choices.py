@@ -16,7 +16,7 @@ import torch
 from fusewright.interface import CompileContext, TensorSpec
 from fusewright.toolkit.backend.candidates import Lazy, Thunk
 from fusewright.toolkit.ir.types import from_torch, to_torch
-from fusewright_cpu.kernels.by_hand import DEPTHWISE_CHANNELS, Attention, Depthwise, DirectConv, Gemv
+from fusewright_cpu.kernels.by_hand import DEPTHWISE_CHANNELS, Attention, Depthwise, DirectConv, FirstConv, Gemv
 from fusewright_cpu.onednn import own
 from fusewright_cpu.onednn.patterns import POST_OPS
 from fusewright_cpu.run.jit import compile_kernels
@@ -29,6 +29,10 @@ milliseconds."""
 
 PROXY_ELEMENTS = 1 << 23
 """The largest weight that a measurement allocates."""
+
+ELEMENT = 2.0**-6
+"""The elements of operands and weights. Sums stay small: of large ones, an exponential is no normal number, which takes a CPU a
+hundred times as long."""
 
 CORE_CACHE, MOST_COPIED, MOST_COPIES = 2 << 20, 32 << 20, 32
 """Bytes of the largest cache that a core has to itself, the most bytes of copies of one weight, and the most of these."""
@@ -116,12 +120,16 @@ class Product:
         return (*(("mkl",) if mkl else ()), *((own.FORM,) if ours else ()), "packed")
 
 
+Post: TypeAlias = tuple[str, Sequence[float], str]
+"""A post-op of oneDNN's calls: attribute, scalars and algorithm."""
+
+
 @dataclass(frozen=True)
 class Unary:
     """A unary op after a product: as oneDNN's post-op (attribute, scalars and algorithm), and as a call that writes eager's result
     over its argument, in place of the loop kernel that follows a product without post-ops."""
 
-    post: tuple[str, Sequence[float], str] = ("none", (), "")
+    post: Post = ("none", (), "")
     apart: Callable[[torch.Tensor], object] = lambda product: product
     rides: bool = True
     """Whether oneDNN computes it in its call."""
@@ -198,9 +206,9 @@ def in_turn(n: int, k: int, dtype: torch.dtype, make: Callable[[], Made]) -> Ite
 
 def own_product(kernel: own.Linear, m: int, k: int, n: int, scalars: Sequence[float] = ()) -> Callable[..., torch.Tensor]:
     """Return our own kernel with weights [n, k] to measure it with: a function of m dense rows, and of those that it adds."""
-    launcher, wide = compile_kernels([kernel]).launcher(kernel), -(-n // kernel.columns) * kernel.columns
+    launcher, wide = compile_kernels([kernel]).launcher(kernel), own.padded(kernel, n)
     dtype = to_torch(kernel.dtype)
-    turn = in_turn(n, k, dtype, lambda: torch.full((wide, k), 0.5, dtype=dtype))
+    turn = in_turn(n, k, dtype, lambda: torch.full((wide, k), ELEMENT, dtype=dtype))
     bias = [torch.full((wide,), 0.5)] if kernel.bias else []
 
     def run(*rows: torch.Tensor) -> torch.Tensor:
@@ -318,34 +326,35 @@ def depthwise_form(
 
 
 def pointwise_form(
-    ctx: CompileContext, kernel: own.Linear, image: Sequence[int], columns: int, scalars: Sequence[float], apart: bool,
-    built: list[object],
+    ctx: CompileContext, kernel: own.Linear, image: Sequence[int], columns: int, scalars: Sequence[float], post: Post, apart: bool,
+    built: list[object], parts: int = 1,
 ) -> str:  # fmt: skip
     """Return "packed" (oneDNN) or "own" for a 1x1 convolution of dense channels-last images. `apart`: its activation is not
-    computed in oneDNN's call, nor is an addition; `built` as in `attention_form`."""
+    computed in oneDNN's call, nor is an addition; `post`, `parts` as in `Convolution`, `built` as in `attention_form`."""
     n, c, h, w = image
     dtype = to_torch(kernel.dtype)
 
     def filled(channels: int) -> torch.Tensor:
-        return torch.full((n, channels, h, w), 0.5, dtype=dtype).contiguous(memory_format=torch.channels_last)
+        return torch.full((n, channels, h, w), ELEMENT, dtype=dtype).contiguous(memory_format=torch.channels_last)
 
     def onednn() -> Thunk:
         x, other = filled(c), filled(columns)
-        weight, bias = torch.full((columns, c, 1, 1), 0.5, dtype=dtype), torch.zeros(columns)
-        geometry = ([0, 0], [1, 1], [1, 1], 1)
+        weight = torch.full((columns * parts, c // parts, 1, 1), ELEMENT, dtype=dtype)
+        bias, geometry = torch.zeros(columns * parts), ([0, 0], [1, 1], [1, 1], parts)
         pack = torch.ops.mkldnn._reorder_convolution_weight
         turn = in_turn(columns, c, dtype, lambda: pack(weight, *geometry, list(x.shape)))
         call = torch.ops.mkldnn._convolution_pointwise
-        if kernel.add:  # one loop kernel adds and activates
-            return lambda: call(x, next(turn), bias, *geometry, "none", [], "").add_(other)
-        return lambda: (made := call(x, next(turn), bias, *geometry, "none", [], ""), made.relu_() if apart else None)
+        if kernel.add or parts > 1:  # one loop kernel adds and activates
+            return lambda: torch.add(call(x, next(turn), bias, *geometry, "none", [], "")[:, :columns], other, out=other)
+        return lambda: (made := call(x, next(turn), bias, *geometry, *post), made.relu_() if apart else None)
 
     def ours() -> Thunk:
         run, rows = own_product(kernel, n * h * w, c, columns, scalars), [filled(c), *([filled(columns)] if kernel.add else [])]
         built.append(run)
         return lambda: run(*rows)
 
-    key = f"{kernel.name} packed/own {'x'.join(map(str, image))}x{columns}{' apart' if apart else ''}"
+    split, rides = f" {parts}" if parts > 1 else "", f" {post[0]}" if post != NOTHING.post else ""
+    key = f"{kernel.name} packed/own {'x'.join(map(str, image))}x{columns}{split}{rides}{' apart' if apart else ''}"
     return ctx.choose(key, Lazy({"packed": onednn, own.FORM: ours}))
 
 
@@ -361,16 +370,19 @@ class Convolution:
     """Into how many sums it is split in oneDNN's call, whose results are added in another pass, as is a residual."""
     apart: bool
     """Whether its activation is not computed in oneDNN's call."""
+    post: Post = NOTHING.post
+    """The activation that is, if nothing is between them."""
 
     @property
     def key(self) -> str:
         around = " ".join("x".join(map(str, sizes)) for sizes in (self.image, self.weight, *self.geometry))
-        return f"{around} {self.groups} {self.parts}{' apart' if self.apart else ''}"
+        rides = f" {self.post[0]}" if self.post != NOTHING.post else ""
+        return f"{around} {self.groups} {self.parts}{rides}{' apart' if self.apart else ''}"
 
 
 def _filled(*shape: int) -> torch.Tensor:
     """Return images, channels-last, of equal numbers."""
-    return torch.full(shape, 0.5).contiguous(memory_format=torch.channels_last)
+    return torch.full(shape, ELEMENT).contiguous(memory_format=torch.channels_last)
 
 
 def conv_form(
@@ -378,36 +390,64 @@ def conv_form(
 ) -> str:
     """Return "packed" (oneDNN) or "own" for a convolution. `sizes`, `scalars`: the kernel's arguments; `built` as in
     `attention_form`."""
-    channels, of_group, *window = conv.weight
+    channels, of_group, *_ = conv.weight
     k = math.prod(conv.weight[1:])
-    parts, out = conv.parts, (conv.image[0], channels, *sizes[7:9])
-
-    def onednn() -> Thunk:
-        x, other, bias = _filled(*conv.image), _filled(*out), torch.zeros(channels * parts)
-        weight, geometry = _filled(channels * parts, of_group // parts, *window), (*conv.geometry, conv.groups * parts)
-        pack, call = torch.ops.mkldnn._reorder_convolution_weight, torch.ops.mkldnn._convolution_pointwise
-        turn = in_turn(channels, k, torch.float32, lambda: pack(weight, *geometry, list(x.shape)))
-
-        def run() -> None:
-            made = call(x, next(turn), bias, *geometry, "none", [], "")
-            if kernel.add or parts > 1:  # one loop kernel adds and activates
-                torch.add(made[:, :channels], other, out=other)
-            elif conv.apart:
-                made.relu_()
-
-        return run
 
     def ours() -> Thunk:
         launcher = compile_kernels([kernel]).launcher(kernel)
         built.append(launcher)
-        wide = conv.groups * -(-(channels // conv.groups) // kernel.columns) * kernel.columns
-        turn = in_turn(channels, k, torch.float32, lambda: torch.full((wide, k), 0.5))
-        x, other = _filled(*conv.image), _filled(*out)
+        wide = conv.groups * own.padded(kernel, channels // conv.groups)
+        turn = in_turn(channels, k, torch.float32, lambda: torch.full((wide, k), ELEMENT))
+        x, other = _filled(*conv.image), _filled(conv.image[0], channels, *sizes[7:9])
         more = [*([torch.zeros(channels + kernel.columns)] if kernel.bias else []), *([other] if kernel.add else [])]
         more += [] if kernel.pointwise else [torch.zeros(of_group)]
         return lambda: launcher([x, next(turn), *more, torch.empty_like(other)], sizes, scalars)
 
     key = f"{kernel.name} packed/own {conv.key}"
+    onednn = partial(_onednn_conv, conv, kernel.add, sizes[7:9], partial(_filled, *conv.image))
+    return ctx.choose(key, Lazy({"packed": onednn, own.FORM: ours}))
+
+
+def _onednn_conv(conv: Convolution, add: bool, points: Sequence[int], image: Callable[[], torch.Tensor]) -> Thunk:
+    """Return oneDNN's call with what it does not compute, for a result of so many points; images in another layout are copied."""
+    (channels, of_group, *window), parts, x = conv.weight, conv.parts, image()
+    other, bias = _filled(x.shape[0], channels, *points).to(x.dtype), torch.zeros(channels * parts)
+    weight = _filled(channels * parts, of_group // parts, *window).to(x.dtype)
+    geometry = (*conv.geometry, conv.groups * parts)
+    pack, call = torch.ops.mkldnn._reorder_convolution_weight, torch.ops.mkldnn._convolution_pointwise
+    turn = in_turn(channels, math.prod(conv.weight[1:]), x.dtype, lambda: pack(weight, *geometry, list(x.shape)))
+
+    def run() -> None:
+        made = call(x.contiguous(memory_format=torch.channels_last), next(turn), bias, *geometry, *conv.post)
+        if add or parts > 1:  # one loop kernel adds and activates
+            torch.add(made[:, :channels], other, out=other)
+        elif conv.apart:
+            made.relu_()
+
+    return run
+
+
+def first_form(
+    ctx: CompileContext, kernel: FirstConv, conv: Convolution, sizes: Sequence[int], scalars: Sequence[float], built: list[object]
+) -> str:
+    """Return "packed" (oneDNN) or "own" for a convolution of few channels. `sizes`, `scalars`: the kernel's arguments, with the
+    strides of the image; `built` as in `attention_form`."""
+    dtype, steps = to_torch(kernel.dtype), tuple(sizes[-4:])
+
+    def image() -> torch.Tensor:
+        return torch.empty_strided(conv.image, steps, dtype=dtype).fill_(ELEMENT)
+
+    def ours() -> Thunk:
+        launcher = compile_kernels([kernel]).launcher(kernel)
+        built.append(launcher)
+        (_, n, k, *_), x = sizes, image()
+        wide = -(-n // kernel.columns) * kernel.columns
+        weight, out = torch.full((wide, k), ELEMENT), _filled(conv.image[0], n, *sizes[6:8]).to(dtype)
+        more = [*([torch.zeros(wide)] if kernel.bias else []), *([out.clone()] if kernel.add else [])]
+        return lambda: launcher([x, weight, *more, out], sizes, scalars)
+
+    onednn = partial(_onednn_conv, conv, kernel.add, sizes[6:8], image)
+    key = f"{kernel.name} packed/own {conv.key} {'x'.join(map(str, steps))}"
     return ctx.choose(key, Lazy({"packed": onednn, own.FORM: ours}))
 
 
@@ -438,7 +478,7 @@ def transposed_form(
     def onednn() -> Thunk:
         x, bias, other = _filled(*conv.image), torch.zeros(conv.result[1]), _filled(*conv.result)
         pack, call = torch.ops.mkldnn._reorder_convolution_transpose_weight, torch.ops.mkldnn._convolution_transpose_pointwise
-        weight, geometry = torch.full(conv.weight, 0.5), (*conv.geometry, conv.groups)
+        weight, geometry = torch.full(conv.weight, ELEMENT), (*conv.geometry, conv.groups)
         turn = in_turn(conv.weight[0], math.prod(conv.weight[1:]), torch.float32, lambda: pack(weight, *geometry, conv.image))
 
         def run() -> None:
@@ -455,7 +495,7 @@ def transposed_form(
         built.append(launcher)
         x, other = _filled(*conv.image), _filled(*conv.result)
         wide = conv.groups * math.prod(conv.geometry[2]) * -(-sizes[1] // kernel.columns) * kernel.columns
-        turn = in_turn(wide, sizes[2], torch.float32, lambda: torch.full((wide, sizes[2]), 0.5))
+        turn = in_turn(wide, sizes[2], torch.float32, lambda: torch.full((wide, sizes[2]), ELEMENT))
         more = [*([torch.zeros(conv.result[1] + kernel.columns)] if kernel.bias else []), *([other] if kernel.add else [])]
         more.append(torch.zeros(sizes[4]))
         return lambda: launcher([x, next(turn), *more, torch.empty_like(other)], sizes, scalars)
@@ -466,5 +506,5 @@ def transposed_form(
 
 def _matrix(rows: int, columns: int, row_major: bool, dtype: torch.dtype) -> torch.Tensor:
     if row_major:
-        return torch.full((rows, columns), 0.5, dtype=dtype)
-    return torch.full((columns, rows), 0.5, dtype=dtype).t()
+        return torch.full((rows, columns), ELEMENT, dtype=dtype)
+    return torch.full((columns, rows), ELEMENT, dtype=dtype).t()

@@ -24,7 +24,7 @@ from fusewright.toolkit.region.rewrite import Row
 from fusewright_cpu.kernels.by_hand import MOST_GEMV_ROWS, Attention
 from fusewright_cpu.onednn import choices, heads, own, patterns, planes, sums
 from fusewright_cpu.onednn.choices import FITTED, NOTHING, Product, Unary
-from fusewright_cpu.onednn.conv import depthwise, direct, pointwise, transposed
+from fusewright_cpu.onednn.conv import depthwise, direct, few_channels, pointwise, transposed
 from fusewright_cpu.onednn.conv.images import as_image, channels_last_of, geometry_of, image_shape
 from fusewright_cpu.onednn.folding import folded
 from fusewright_cpu.onednn.left_behind import SHAPES
@@ -611,6 +611,7 @@ ROWS = (
     planes.ROW,
     of_table(LOWERINGS, "onednn.product", patterns.PRODUCT, "product"),
     depthwise.ROW,
+    few_channels.ROW,
     pointwise.ROW,
     direct.FEW,
     direct.ROW,

@@ -12,11 +12,11 @@ import torch
 
 from fusewright.interface import OpView, Size, TensorSpec, Value, hint
 from fusewright.plan.ir import Ref
-from fusewright.toolkit.ir.types import from_torch
+from fusewright.toolkit.ir.types import from_torch, to_torch
 from fusewright.toolkit.region.builder import Builder, contiguous_strides
 from fusewright_cpu.kernels import amx_linear, vector_linear
-from fusewright_cpu.kernels.by_hand import MOST_GEMV_ROWS, VECTOR_TILES, AmxLinear, Gemv, VectorLinear
-from fusewright_cpu.onednn.tiles import tile_of
+from fusewright_cpu.kernels.by_hand import MOST_GEMV_ROWS, VECTOR_TILES, AmxLinear, DirectConv, Gemv, VectorLinear
+from fusewright_cpu.onednn.tiles import linear_tile_of
 from fusewright_cpu.run.sources import hash_of
 from fusewright_cpu.target import host_target
 
@@ -44,8 +44,8 @@ def kernel_of(
     if dtype is torch.bfloat16:
         return AmxLinear(bias, add, after)
     target = host_target()
-    tile = tile_of(rows, columns, target) if target.vector_bytes == 64 else None
-    size = VECTOR_TILES.get(target.vector_bytes, VECTOR_TILES[64]) if tile is None else (tile.rows, tile.columns)
+    tile = linear_tile_of(rows, columns, target)
+    size = VECTOR_TILES.get(target.vector_bytes, VECTOR_TILES[64]) if tile is None else (tile.rows, tile.columns, tile.narrow)
     return VectorLinear(bias, add, after, *size)
 
 
@@ -85,18 +85,38 @@ def launch(
     m, n, k, _ = sizes
     dtype = b.spec(x).dtype
     kernel = kernel_of(dtype, bias is not None, other is not None, after[0], m, n)
-    values = [x, Value(_packed(weight, PACKING[dtype](n, k, kernel.columns), b).id, None)]
+    values = [x, Value(_panels(weight, kernel, n, k, b).id, None)]
     if bias is not None:
         wide = b.prepare("aten::_to_copy.default", bias, dtype=torch.float32)
-        values.append(Value(b.prepare("aten::constant_pad_nd.default", wide, (0, -n % kernel.columns)).id, None))
+        values.append(Value(b.prepare("aten::constant_pad_nd.default", wide, (0, padded(kernel, n) - n)).id, None))
     values += [] if other is None else [other]
     b.launch(kernel, hash_of(kernel), values, sizes, after[1], out=out, op=op)
 
 
-def _packed(weight: Ref, packing: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]], b: Builder) -> Ref:
+def padded(kernel: Linear | DirectConv, n: int) -> int:
+    """Return the columns of a packed weight of n columns."""
+    return sum(count * columns for count, columns in kernel.panels(n))
+
+
+def _panels(weight: Ref, kernel: Linear, n: int, k: int, b: Builder) -> Ref:
+    """Pack a weight [n, k] in panels of one kind or two."""
+    packing = PACKING[to_torch(kernel.dtype)]
+    kinds, first, made = [kind for kind in kernel.panels(n) if kind[0]], 0, []
+    for count, columns in kinds:
+        end = min(n, first + count * columns)
+        rows = weight if len(kinds) == 1 else b.prepare("aten::slice.Tensor", weight, 0, first, end)
+        made.append(packed(rows, packing(end - first, k, columns), b))
+        first = end
+    if len(made) == 1:
+        return made[0]
+    return b.prepare("aten::cat.default", tuple(b.prepare("aten::reshape.default", m, (-1,)) for m in made))
+
+
+def packed(weight: Ref, packing: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]], b: Builder) -> Ref:
+    """Pack a weight as a function of `PACKING` tells."""
     pad, shape, order = packing
-    padded = b.prepare("aten::constant_pad_nd.default", weight, pad)
-    panels = b.prepare("aten::permute.default", b.prepare("aten::reshape.default", padded, shape), order)
+    whole = b.prepare("aten::constant_pad_nd.default", weight, pad)
+    panels = b.prepare("aten::permute.default", b.prepare("aten::reshape.default", whole, shape), order)
     return b.prepare("aten::clone.default", panels, memory_format=torch.contiguous_format)
 
 

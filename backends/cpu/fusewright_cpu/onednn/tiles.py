@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from fusewright_cpu.kernels.by_hand import panels_of
 from fusewright_cpu.target import CpuTarget
 
 
@@ -15,6 +17,13 @@ class Tile:
     rows: int
     columns: int
     cost: float = 1.0
+    narrow: bool = False
+    """Whether the last panels are narrower (see `by_hand.VectorLinear`)."""
+
+    def work(self, pixels: int, channels: int) -> float:
+        """Return how long a result of so many pixels and channels takes."""
+        kinds = panels_of(channels, self.columns, self.narrow)
+        return math.ceil(pixels / self.rows) * self.rows * sum(n * columns for n, columns in kinds) * self.cost
 
 
 TILES = {
@@ -26,11 +35,38 @@ TILES = {
 """Blocks of sums that fit in registers, by the bytes of one."""
 
 
+LINEAR_TILES = {
+    # the same Xeon, 2026-11-28: 7 divides the pixels of most images, and blocks of 7 or 8 rows by 32 columns lose nothing; one
+    # number of rows for almost all needs the fewest kernels
+    64: (Tile(7, 48, narrow=True), Tile(8, 48, 1.02, narrow=True), Tile(16, 16, 1.3)),
+}
+"""The same for linears."""
+CONV_TILES = {32: TILES[32], 64: LINEAR_TILES[64]}
+"""The same for convolutions (the same Xeon, 2026-11-28)."""
+FIRST_TILES = {32: TILES[32], 64: (Tile(14, 32), Tile(12, 32), Tile(8, 48), Tile(6, 64), Tile(16, 16, 1.3))}
+"""The same for convolutions of few channels, whose pixels need no pointers of their own (2-core Xeon, 2026-11-28)."""
+
+
+def conv_tile_of(pixels: int, channels: int, target: CpuTarget) -> Tile | None:
+    """Return the tile that wastes least on a convolution's result of so many pixels and channels of a group, or None."""
+    return _best(CONV_TILES, pixels, channels, target)
+
+
 def tile_of(pixels: int, channels: int, target: CpuTarget) -> Tile | None:
-    """Return the tile that wastes least on a result of so many pixels and channels of a group (of a linear, rows and columns), or
-    None."""
+    """Return the tile that wastes least on a result of so many pixels and channels of a group, or None."""
+    return _best(TILES, pixels, channels, target)
 
-    def work(t: Tile) -> float:
-        return math.ceil(pixels / t.rows) * t.rows * math.ceil(channels / t.columns) * t.columns * t.cost
 
-    return min((t for t in TILES.get(target.vector_bytes, ()) if t.rows <= pixels), key=work, default=None)
+def linear_tile_of(rows: int, columns: int, target: CpuTarget) -> Tile | None:
+    """Return the tile that wastes least on a linear's result, or None."""
+    return _best(LINEAR_TILES, rows, columns, target)
+
+
+def first_tile_of(width: int, channels: int, target: CpuTarget) -> Tile | None:
+    """Return the tile that wastes least on lines of a result of few channels' convolution, or None."""
+    return _best(FIRST_TILES, width, channels, target)
+
+
+def _best(tiles: Mapping[int, Sequence[Tile]], rows: int, columns: int, target: CpuTarget) -> Tile | None:
+    fitting = (t for t in tiles.get(target.vector_bytes, ()) if t.rows <= rows)
+    return min(fitting, key=lambda t: t.work(rows, columns), default=None)

@@ -22,6 +22,7 @@ from fusewright_cpu.kernels.by_hand import (
     Bf16Linear,
     Depthwise,
     DirectConv,
+    FirstConv,
     Gemv,
     Int8Conv,
     Int8Linear,
@@ -29,6 +30,7 @@ from fusewright_cpu.kernels.by_hand import (
 )
 from fusewright_cpu.kernels.depthwise import emit_depthwise
 from fusewright_cpu.kernels.direct_conv import emit_direct_conv
+from fusewright_cpu.kernels.first_conv import emit_first_conv
 from fusewright_cpu.kernels.gemv import emit_gemv
 from fusewright_cpu.kernels.transposed_conv import emit_transposed_conv
 from fusewright_cpu.kernels.vector_linear import emit_vector_linear
@@ -67,6 +69,8 @@ def _emit(module: Module, source: Source, name: str, parallel: bool) -> None:
             emit_vector_linear(module, source, name, parallel)
         case DirectConv() if source.transposed:
             emit_transposed_conv(module, source, name, parallel)
+        case FirstConv():
+            emit_first_conv(module, source, name, parallel)
         case DirectConv():
             emit_direct_conv(module, source, name, parallel)
 

@@ -19,13 +19,16 @@ from fusewright_cpu.kernels.by_hand import (
     Bf16Linear,
     Depthwise,
     DirectConv,
+    FirstConv,
     Gemv,
     Int8Conv,
     Int8Linear,
     VectorLinear,
 )
 
-ByHand: TypeAlias = Attention | Gemv | Int8Linear | Int8Conv | Bf16Linear | Depthwise | AmxLinear | VectorLinear | DirectConv
+ByHand: TypeAlias = (
+    Attention | Gemv | Int8Linear | Int8Conv | Bf16Linear | Depthwise | AmxLinear | VectorLinear | DirectConv | FirstConv
+)
 Source: TypeAlias = Kernel | ByHand
 
 
@@ -44,7 +47,7 @@ def symbol_name(kernel_hash: str) -> str:
 _BY_HAND: dict[str, type[ByHand]] = {
     "attention": Attention, "gemv": Gemv, "int8_linear": Int8Linear, "int8_conv": Int8Conv, "bf16_linear": Bf16Linear,
     "depthwise": Depthwise, "amx_linear": AmxLinear, "vector_linear": VectorLinear,
-    "direct_conv": DirectConv,
+    "direct_conv": DirectConv, "first_conv": FirstConv,
 }  # fmt: skip
 
 

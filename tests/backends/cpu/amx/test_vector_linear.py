@@ -28,8 +28,10 @@ def linear(bias: bool = False, add: bool = False, after: str = "") -> VectorLine
 
 
 here = pytest.mark.skipif(bool(linear().refused(host_target())), reason="this CPU has neither AVX2 with FMA nor AVX-512")
-TILES = [t for t in tiles.TILES.get(host_target().vector_bytes, ()) if host_target().vector_bytes == 64]
-KERNELS = [linear(a.bias, a.add, a.after) for a in KINDS] + [VectorLinear(True, False, "", t.rows, t.columns) for t in TILES]
+TILES = tiles.LINEAR_TILES.get(host_target().vector_bytes, ())
+ENDS = (("", False), ("gelu", True))
+NARROW = [VectorLinear(True, add, after, t.rows, t.columns, t.narrow) for t in TILES for after, add in ENDS]
+KERNELS = [linear(a.bias, a.add, a.after) for a in KINDS] + NARROW
 
 
 def assert_exact(a: VectorLinear, m: int, n: int, k: int, apart: int = 0, x: torch.Tensor | None = None) -> torch.Tensor:
@@ -39,7 +41,8 @@ def assert_exact(a: VectorLinear, m: int, n: int, k: int, apart: int = 0, x: tor
     wide[:, :k] = torch.randn(m, k) if x is None else x
     weight, bias, other = torch.randn(n, k) / math.sqrt(k), torch.randn(n), torch.randn(m, n)
     around = torch.full((m + 2, n), 7.0)
-    given = [wide, packed(weight, a.columns), *([F.pad(bias, (0, -n % a.columns))] if a.bias else []), *([other] if a.add else [])]
+    padded = sum(count * columns for count, columns in a.panels(n))
+    given = [wide, packed(weight, a), *([F.pad(bias, (0, padded - n))] if a.bias else []), *([other] if a.add else [])]
     launcher(a).checked([*given, around[1:-1]], [m, n, k, k + apart], SCALARS.get(a.after, ()))
     exact = wide[:, :k].double() @ weight.double().t()
     exact = OPS[a.after](exact + (bias if a.bias else 0) + (other if a.add else 0))
@@ -62,12 +65,24 @@ def test_any_size(m: int, n: int, k: int, apart: int) -> None:
     assert_exact(linear(bias=n % 2 == 0), m, n, k, apart)
 
 
+@pytest.mark.skipif(not NARROW, reason="this CPU has no AVX-512; runs where: it has")
+@settings(max_examples=40, deadline=None)
+@given(st.integers(16, 600), st.integers(1, 260), st.integers(1, 600), st.sampled_from(NARROW))
+def test_any_number_of_wide_and_narrow_panels(m: int, n: int, k: int, a: VectorLinear) -> None:
+    assert_exact(a, m, n, k)
+
+
+def test_two_kinds_of_panels_waste_less_than_a_register() -> None:
+    for n in range(17, 1000):
+        assert sum(count * columns for count, columns in VectorLinear(narrow=True).panels(n)) < n + 16
+
+
 @here
 def test_long_sums_are_as_exact_as_eagers() -> None:
     x, w = torch.rand(16, 8192), torch.rand(48, 8192)
     exact, out = x.double() @ w.double().t(), torch.empty(16, 48)
     a = linear()
-    launcher(a).checked([x, packed(w, a.columns), out], [16, 48, 8192, 8192])
+    launcher(a).checked([x, packed(w, a), out], [16, 48, 8192, 8192])
     theirs = (F.linear(x, w).double() - exact).abs().max()
     assert (out.double() - exact).abs().max() <= 2 * theirs
 
@@ -93,11 +108,13 @@ def test_targets(isa: str) -> None:
     assert "GOMP_parallel" in symbols
 
 
-def test_the_tile_wastes_few_columns() -> None:
+def test_the_tile_wastes_few_rows_and_columns() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(own, "host_target", lambda: x86_target("avx512"))
-        found = {n: own.kernel_of(torch.float32, rows=784, columns=n).columns for n in (32, 64, 96, 128, 160, 768)}
-    assert found == {32: 32, 64: 64, 96: 48, 128: 64, 160: 32, 768: 48}
+        found = {(m, n): own.kernel_of(torch.float32, rows=m, columns=n) for m in (8, 49, 128, 196) for n in (16, 64, 112)}
+    assert {m: found[m, 112].rows for m in (8, 49, 128, 196)} == {8: 8, 49: 7, 128: 8, 196: 7}
+    assert {n: found[128, n].columns for n in (16, 64, 112)} == {16: 16, 64: 48, 112: 48}
+    assert all(a.narrow for (_, n), a in found.items() if n > 16)
 
 
 def test_json() -> None:

@@ -93,3 +93,25 @@ def test_narrow_and_plain_copies_are_no_tiles() -> None:
     b.store(y, j * 64 + i, b.load(x, j * 128 + i))
     kernel = b.build()
     assert choose(kernel, target).tile is None and not crosses(kernel)
+
+
+@pytest.mark.parametrize(("channels", "points"), [(32, (20, 12)), (48, (33, 100, 16)), (141, (16, 65))])
+def test_parts_of_images_are_joined_in_planes(channels: int, points: tuple[int, ...]) -> None:
+    """Each part is loaded along channels, under a condition on the points that are stored along: as heads of detectors are."""
+    whole = sum(points)
+    b = Builder("planes", p=[channels, whole])
+    i, j = b.axes
+    parts, total, first = [b.input(f"x{k}", "f32") for k in range(len(points))], None, 0
+    for x, n in zip(parts, points, strict=True):
+        here = (b.index_value(j) >= first) & (b.index_value(j) < first + n)
+        value = b.load(x, (j - first) * channels + i, here, 0)
+        total = value if total is None else b.where(here, value, total)
+        first += n
+    y = b.output("y", "f32")
+    b.store(y, i * whole + j, total)
+    kernel = b.build()
+    assert choose(kernel, x86_target("avx512")).tile == 1
+    given = [torch.randn(n, channels) for n in points]
+    ours = torch.full((channels, whole), 7.0)
+    compile_kernels([kernel]).launcher(kernel).checked([*given, ours])
+    assert torch.equal(ours, torch.cat([x.t() for x in given], 1))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from fusewright_cpu.kernels.by_hand import DirectConv
 from fusewright_cpu.kernels.direct_conv import packed
-from fusewright_cpu.onednn.tiles import TILES, tile_of
+from fusewright_cpu.onednn.tiles import CONV_TILES, TILES, tile_of
 from fusewright_cpu.run.codegen import kernels_to_text, to_object
 from fusewright_cpu.run.sources import from_json, hash_of, to_json
 from fusewright_cpu.target import host_target, target_machine, x86_target
@@ -64,7 +64,7 @@ def assert_exact(a: DirectConv, case: Case, x: torch.Tensor | None = None, apart
     weight = torch.randn(columns, case.c, *case.window) / math.sqrt(case.c * math.prod(case.window))
     bias, other = torch.randn(columns), torch.randn(case.batch, columns, *case.result).contiguous(memory_format=torch.channels_last)
     around = torch.full((case.pixels + 2, columns), 7.0)
-    values = [image, packed(weight, case.groups, a.columns), *([F.pad(bias, (0, a.columns))] if a.bias else [])]
+    values = [image, packed(weight, case.groups, a), *([F.pad(bias, (0, a.columns))] if a.bias else [])]
     values += [*([other] if a.add else []), *([] if a.pointwise else [torch.zeros(case.c)])]
     window = (*case.window, *case.stride, *case.dilation, *case.padding)
     sizes = (case.pixels, case.n, case.c * math.prod(case.window), case.groups, case.c, *case.size, *case.result, *window)
@@ -124,6 +124,15 @@ def test_more_pixels_than_an_item_has() -> None:
     assert_exact(DirectConv(TILE.rows, TILE.columns, bias=True), Case(size=(23, 29), n=50, groups=2))
 
 
+@pytest.mark.skipif(host_target().vector_bytes != 64, reason="two kinds of panels need AVX-512; runs where: a CPU has it")
+@pytest.mark.parametrize("rows", [7, 8])
+@pytest.mark.parametrize(("n", "groups"), [(80, 1), (112, 2), (10, 3), (65, 2), (64, 1), (160, 1)])
+def test_wide_and_narrow_panels(n: int, groups: int, rows: int) -> None:
+    a = DirectConv(rows, 48, True, n % 16 != 0, "relu", narrow=True)
+    assert_exact(a, Case(size=(23, 29), c=9, n=n, groups=groups))
+    assert_exact(replace(a, after="silu"), Case(batch=1, size=(5, 5), c=130, n=n, groups=groups))
+
+
 @here
 def test_long_sums_are_as_exact_as_eagers() -> None:
     x = torch.rand(1, 1024, 7, 7).contiguous(memory_format=torch.channels_last)
@@ -132,7 +141,7 @@ def test_long_sums_are_as_exact_as_eagers() -> None:
     out = torch.empty_like(exact, dtype=torch.float32)
     a = DirectConv(TILE.rows, TILE.columns)
     sizes = [49, 16, 9216, 1, 1024, 7, 7, 7, 7, 3, 3, 1, 1, 1, 1, 1, 1, x.stride(0), x.stride(2), x.stride(3)]
-    launcher(a).checked([x, packed(weight, 1, a.columns), torch.zeros(1024), out], sizes)
+    launcher(a).checked([x, packed(weight, 1, a), torch.zeros(1024), out], sizes)
     theirs = (F.conv2d(x.contiguous(), weight, padding=1).double() - exact).abs().max()
     assert (out.double() - exact).abs().max() <= 2 * theirs
 
@@ -150,8 +159,8 @@ def test_nan_and_infinity_stay(after: str) -> None:
 @pytest.mark.parametrize("isa", ["avx2", "avx512"])
 def test_targets(isa: str) -> None:
     target = x86_target(isa)
-    for tile in TILES[target.vector_bytes]:
-        a = DirectConv(tile.rows, tile.columns, True, True, "gelu")
+    for tile in {*TILES[target.vector_bytes], *CONV_TILES[target.vector_bytes]}:
+        a = DirectConv(tile.rows, tile.columns, True, True, "gelu", narrow=tile.narrow)
         assert not a.refused(target)
         text, symbols = kernels_to_text({hash_of(a): a}, target, parallel=True)
         assert to_object(text, target_machine(target))

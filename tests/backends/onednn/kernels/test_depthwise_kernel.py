@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from fusewright.toolkit.ir.types import to_torch
 from fusewright_cpu.kernels.by_hand import DEPTHWISE_CHANNELS, Depthwise
+from fusewright_cpu.kernels.depthwise import LARGE
 from fusewright_cpu.run.codegen import kernels_to_text, to_object
 from fusewright_cpu.run.sources import from_json, hash_of, to_json
 from fusewright_cpu.target import CpuTarget, aarch64_target, host_target, target_machine, x86_target
@@ -99,6 +100,15 @@ def fits(d: Depthwise, c: int) -> Depthwise:
 def test_sizes_around_vectors_and_tiles(d: Depthwise) -> None:
     for n, c, h, w in ((1, 1, 5, 5), (2, 16, 7, 9), (1, 40, 14, 14), (3, 33, 6, 17), (1, 96, 30, 29)):
         Case.random(fits(d, c), n, c, h, w, (1, 2, 2, 1)).check()
+
+
+@here
+@pytest.mark.parametrize("d", [KINDS[1], KINDS[6], KINDS[-2]], ids=lambda d: d.name)
+def test_rows_of_large_images_are_read_in_all_channels(d: Depthwise) -> None:
+    """Work items then follow each other in another order, with a part of the ring for each block of channels."""
+    c, h, w = 71, 90, 170
+    assert c * h * w * to_torch(d.dtype).itemsize > LARGE
+    Case.random(fits(d, c), 2, c, h, w, (1, 2, 2, 1)).check()
 
 
 @here

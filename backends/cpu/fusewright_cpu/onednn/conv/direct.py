@@ -27,7 +27,7 @@ from fusewright_cpu.onednn.conv import pointwise
 from fusewright_cpu.onednn.conv.images import channels_last_of, dense, dense_channels, image_shape, pair, steps_of
 from fusewright_cpu.onednn.folding import folded
 from fusewright_cpu.onednn.patterns import POST_OPS, folds_batch_norm, is_packed, other_of
-from fusewright_cpu.onednn.tiles import tile_of
+from fusewright_cpu.onednn.tiles import conv_tile_of
 from fusewright_cpu.run.sources import hash_of
 from fusewright_cpu.target import host_target
 
@@ -63,12 +63,12 @@ def _kernel(m: Match, x: TensorSpec | None = None) -> DirectConv | None:
     """Return the kernel for an image, by default a dense one."""
     op = m.anchor
     batch, channels, *points = _shape(op.out)
-    tile = tile_of(batch * math.prod(points), channels // op.arg("groups"), host_target())
+    tile = conv_tile_of(batch * math.prod(points), channels // op.arg("groups"), host_target())
     if tile is None:
         return None
     biased = op.arg("bias") is not None or m.get("batch_norm") is not None
     after, _ = pointwise.after(m)
-    return DirectConv(tile.rows, tile.columns, biased, m.get("add") is not None, after, _is_product(op, x))
+    return DirectConv(tile.rows, tile.columns, biased, m.get("add") is not None, after, _is_product(op, x), narrow=tile.narrow)
 
 
 def _is_product(op: OpView, x: TensorSpec | None) -> bool:
@@ -108,7 +108,8 @@ def _pays(m: Match, b: Builder) -> bool:
     apart = unary is not None and not (POST_OPS[unary.op].exact or b.ctx.options["finite_math"])
     geometry = tuple(list(pair(op, name)) for name in ("padding", "stride", "dilation"))
     parts = min(of_group, 1 << (sums.parts_of(op) - 1).bit_length())
-    conv = choices.Convolution(shape, (channels, of_group, *window), geometry, op.arg("groups"), parts, apart)
+    post = pointwise.riding(m, parts, b)
+    conv = choices.Convolution(shape, (channels, of_group, *window), geometry, op.arg("groups"), parts, apart, post)
     return choices.conv_form(b.ctx, kernel, conv, _sizes(m, x), pointwise.after(m)[1], b.built) == own.FORM
 
 
@@ -124,7 +125,7 @@ def _write(m: Match, b: Builder) -> None:
     kernel = _kernel(m, b.spec(x))
     assert kernel is not None
     weight, bias = folded(m, b)
-    emit(m, kernel, x, _packed(weight, m.anchor, kernel.columns, b), bias, _sizes(m, b.spec(x)), "convolution in one kernel", b)
+    emit(m, kernel, x, _packed(weight, m.anchor, kernel, b), bias, _sizes(m, b.spec(x)), "convolution in one kernel", b)
 
 
 def emit(
@@ -152,11 +153,22 @@ def made(ref: Ref) -> Value:
     return Value(ref.id, None)
 
 
-def _packed(weight: Ref, op: OpView, columns: int, b: Builder) -> Value:
-    apart, pad, panels, order = direct_conv.packing(_shape(op.arg("weight")), op.arg("groups"), columns)
-    padded = b.prepare("aten::constant_pad_nd.default", b.prepare("aten::reshape.default", weight, apart), pad)
-    turned = b.prepare("aten::permute.default", b.prepare("aten::reshape.default", padded, panels), order)
-    return made(b.prepare("aten::clone.default", turned, memory_format=torch.contiguous_format))
+def _packed(weight: Ref, op: OpView, kernel: DirectConv, b: Builder) -> Value:
+    (channels, *rest), groups = _shape(op.arg("weight")), op.arg("groups")
+    n, first, parts = channels // groups, 0, []
+    kinds = [kind for kind in kernel.panels(n) if kind[0]]
+    whole = b.prepare("aten::reshape.default", weight, (groups, n, *rest))
+    for count, columns in kinds:
+        end = min(n, first + count * columns)
+        part = whole if len(kinds) == 1 else b.prepare("aten::slice.Tensor", whole, 1, first, end)
+        _, pad, panels, order = direct_conv.packing((groups * (end - first), *rest), groups, columns)
+        padded = b.prepare("aten::constant_pad_nd.default", part, pad)
+        turned = b.prepare("aten::permute.default", b.prepare("aten::reshape.default", padded, panels), order)
+        parts.append(b.prepare("aten::clone.default", turned, memory_format=torch.contiguous_format))
+        first = end
+    if len(parts) == 1:
+        return made(parts[0])
+    return made(b.prepare("aten::cat.default", tuple(b.prepare("aten::reshape.default", p, (groups, -1)) for p in parts), 1))
 
 
 ROW = Row(

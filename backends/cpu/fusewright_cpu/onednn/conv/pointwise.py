@@ -17,9 +17,18 @@ from fusewright.toolkit.region.builder import Builder, channels_last_strides
 from fusewright.toolkit.region.graph import spec_of
 from fusewright.toolkit.region.pattern import Chain, Match, chain, maybe
 from fusewright.toolkit.region.rewrite import Row
-from fusewright_cpu.onednn import choices, own
+from fusewright_cpu.onednn import choices, own, sums
 from fusewright_cpu.onednn.folding import folded
-from fusewright_cpu.onednn.patterns import POST_OPS, folds_batch_norm, is_packed, other_of, reads, same_type
+from fusewright_cpu.onednn.patterns import (
+    POST_OPS,
+    folds_batch_norm,
+    is_packed,
+    other_of,
+    post_op,
+    reads,
+    rides,
+    same_type,
+)
 from fusewright_cpu.target import host_target
 
 
@@ -79,7 +88,16 @@ def _pays(m: Match, b: Builder) -> bool:
     unary = m.get("unary")
     apart = unary is not None and (not POST_OPS[unary.op].exact and not b.ctx.options["finite_math"])
     image = tuple(map(hint, x.shape))
-    return choices.pointwise_form(b.ctx, kernel, image, hint(out.shape[1]), scalars, apart, b.built) == own.FORM
+    parts = sums.parts_of(m.anchor)
+    post = riding(m, parts, b)
+    return choices.pointwise_form(b.ctx, kernel, image, hint(out.shape[1]), scalars, post, apart, b.built, parts) == own.FORM
+
+
+def riding(m: Match, parts: int, b: Builder) -> choices.Post:
+    """Return the activation that oneDNN's call would compute: the next op behind a sum that is not split."""
+    unary = m.get("unary")
+    there = unary is not None and rides(unary, b) and m.get("add") is None and parts == 1
+    return post_op(m) if there else choices.NOTHING.post
 
 
 def _write(m: Match, b: Builder) -> None:
