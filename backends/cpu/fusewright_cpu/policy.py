@@ -58,7 +58,7 @@ EAGER: tuple[Condition, ...] = (
         why="eager goes along rows, a kernel gathers each element: 64x56x56 to 112x112 0.79 ms, eager 0.50",
     ),
     Condition(
-        "gradients of max pooling", frozenset({"max_pool2d_backward"}), least=LARGE,
+        "gradients of max pooling", frozenset({"max_pool2d_backward", "max_pool3d_backward"}), least=LARGE,
         source="CPU time of one core of an AMD EPYC (AVX-512), 2026-11-23, docs/studies/training.md",
         why="eager adds each gradient to one element, a kernel looks at four windows for each: 8x64x56x56 6.6 ms, eager 0.68",
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,12 +18,16 @@ from fusewright.graph.spec import value_of
 
 aten = torch.ops.aten
 
-_MASKED = (aten.hardtanh_backward.default, aten.threshold_backward.default)
-"""Gradients that read which elements an activation has clamped from its result."""
+_MASKED = (aten.hardtanh_backward.default, aten.threshold_backward.default, aten.leaky_relu_backward.default)
+"""Gradients that read which elements an activation has clamped, or scaled, from its result."""
 
 _EFFICIENT_BACKWARD = aten._scaled_dot_product_efficient_attention_backward.default
 
 _ALIASES = (aten.alias.default, aten.detach.default)
+
+_NORM_GRADIENTS = (aten.native_group_norm_backward.default, aten.native_batch_norm_backward.default)
+
+_VIEWS = (aten.view.default, aten._unsafe_view.default)
 
 _MOVES = (
     *_ALIASES, aten.gather.default, aten.index.Tensor, aten.unsqueeze.default, aten.squeeze.dim, aten.expand.default,
@@ -47,13 +52,18 @@ def before_cut(graph: Graph) -> None:
 
 
 def copied_for_norms(graph: Graph) -> None:
-    """Save the images that group norms copy to planes as they are: the gradient copies them again, which a kernel need not do."""
-    for norm in graph.find_nodes(op="call_function", target=aten.native_group_norm_backward.default):
-        copy = norm.args[1]
+    """Save the images that norms of groups or instances copy to planes as they are: the gradient copies them again, which a kernel
+    need not do."""
+    for norm in itertools.chain.from_iterable(graph.find_nodes(op="call_function", target=t) for t in _NORM_GRADIENTS):
+        read = [norm.args[1]]
+        while read[-1].target in _VIEWS:  # instances are channels of one image
+            read.append(read[-1].args[0])
+        copy = read[-1]
         if copy.target is aten.clone.default and not copy.args[0].meta["val"].is_contiguous():
-            copy.meta.setdefault("recompute", CheckpointPolicy.MUST_RECOMPUTE)
             if copy.args[0].target is aten._to_copy.default:
-                copy.args[0].meta.setdefault("recompute", CheckpointPolicy.MUST_RECOMPUTE)
+                read.append(copy.args[0])
+            for node in read:
+                node.meta.setdefault("recompute", CheckpointPolicy.MUST_RECOMPUTE)
 
 
 def _side_by_side(graph: Graph) -> None:
@@ -103,13 +113,20 @@ def unread_seeds(graph: Graph) -> None:
 
 
 def clamped_by_result(graph: Graph) -> None:
-    """Let the gradient of a clamp (relu6) read its result, as a relu's does: the next op saves that, and nobody the input."""
+    """Let the gradient of a clamp (relu6), or of a leaky relu, whose result has its operand's sign, read the result, as a relu's
+    does: the next op saves that, and nobody the input."""
     for node in graph.find_nodes(op="call_function", target=aten.hardtanh_backward.default):
         _, x, *bounds = node.args
         made = (u for u in x.users if u.target is aten.hardtanh.default and [*u.args[1:], *(-1, 1)[len(u.args) - 1 :]] == bounds)
         result = next(made, None)
         if result is not None and all(map(_exact, bounds)):
             node.args = (node.args[0], result, *bounds)
+    for node in graph.find_nodes(op="call_function", target=aten.leaky_relu_backward.default):
+        grad, x, slope, is_result = node.args
+        made = (u for u in x.users if u.target is aten.leaky_relu.default and (*u.args[1:], 0.01)[0] == slope)
+        result = next(made, None)
+        if result is not None and not is_result and isinstance(slope, int | float) and slope >= 0:
+            node.args = (grad, result, slope, True)
 
 
 def _exact(bound: Any) -> bool:

@@ -177,6 +177,7 @@ RULES: dict[str, Rule] = {
     "roll": _on_cpu(_suggested("self"), "self"),
     "batch_norm": _on_cpu(_suggested("input"), "input"),
     "batch_norm_train": _on_cpu(_suggested("input"), "input"),
+    "batch_norm_stateless": _on_cpu(_suggested("input"), "input"),
     "batch_norm_backward": _by_device("input", cpu=_suggested("input"), cuda=_cuda_batch_norm_backward),
     "group_norm_backward": _on_cpu(_suggested("input"), "input"),
     "weight_norm": _on_cpu(lambda a: (*_contiguous("v")(a), a["g"]), "v"),

@@ -191,6 +191,22 @@ def test_a_sum_of_columns_in_another_order_is_computed_in_that_of_its_reader() -
     assert kernel_count(fragment) == len(fragment.instructions) == 1
 
 
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last_3d])
+@pytest.mark.parametrize(
+    "window", [([2, 2, 2], [2, 2, 2], [0, 0, 0]), ([1, 3, 3], [1, 2, 2], [0, 1, 1]), ([3, 2, 1], [2, 1, 2], [1, 1, 0])], ids=str
+)
+def test_the_gradient_of_max_pool_of_volumes_is_gathered(window: tuple[list[int], ...], layout: torch.memory_format) -> None:
+    x = torch.randn(2, 3, 5, 6, 7).round().to(memory_format=layout)  # maxima that are equal
+    out, indices = torch.nn.functional.max_pool3d(x, *window, return_indices=True)
+    g = Sketch()
+    grad = g.input(torch.randn(out.shape).to(memory_format=layout))
+    g.op("max_pool3d_backward", grad, g.input(x), *window, [1, 1, 1], False, g.input(indices))
+    for loader in LOADERS.values():
+        fragment, (ours,) = run_sketch(g, [g.ops[0].out], loader, DevicePolicy())
+        torch.testing.assert_close(ours, g.expected([g.ops[0].out])[0])
+    assert kernel_count(fragment) == 1
+
+
 @settings(max_examples=12, deadline=None)
 @given(st.data())
 def test_max_pool_of_any_volume(data: st.DataObject) -> None:

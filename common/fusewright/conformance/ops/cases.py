@@ -357,6 +357,12 @@ CASES: Cases = {
         c(HALF_IMAGE, WEIGHT, WEIGHT, WEIGHT, WEIGHT, True, 0.1, 1e-5),
         c(HALF_IMAGE, None, None, WEIGHT, WEIGHT, True, 0.1, 1e-5),
     ),
+    "batch_norm_stateless": (
+        c(IMAGE, t(4), t(4), True, 0.1, 1e-5),
+        c(VOLUME, None, None, True, 0.1, 1e-5),
+        c(HALF_IMAGE, WEIGHT, WEIGHT, True, 0.1, 1e-5),
+        c(HALF_IMAGE, None, None, True, 0.1, 1e-5),
+    ),
     "weight_norm": (c(t(3, 4, 5), t(3, 1, 1), 0), c(t(3, 4, 5), t(1, 1, 5), 2)),
     "log_sigmoid": (c(X),),
     "threshold": (c(X, 0.5, 2),),
@@ -549,6 +555,11 @@ CASES: Cases = {
     "max_pool2d_backward": (
         saved(max_pool, t(2, 4, 3, 3), IMAGE, [3, 3], [2, 2], [1, 1], [1, 1], False),
         saved(max_pool, t(2, 4, 3, 3), IMAGE, [2, 2], [2, 3], [1, 1], [3, 1], True),
+    ),
+    "max_pool3d_backward": (
+        saved(max_pool, t(2, 3, 2, 3, 3), VOLUME, [2, 2, 2], [2, 2, 2], [0, 0, 0], [1, 1, 1], False),
+        saved(max_pool, t(2, 3, 5, 3, 4), VOLUME, [1, 3, 3], [1, 2, 2], [0, 1, 1], [1, 1, 1], False),
+        saved(max_pool, t(2, 3, 3, 3, 4), VOLUME, [3, 3, 3], [2, 2, 2], [1, 1, 1], [1, 1, 1], False),
     ),
     "avg_pool2d_backward": (
         c(t(2, 4, 3, 3), IMAGE, [2, 2], [2, 2], [0, 0], False, True, None),

@@ -157,4 +157,5 @@ def q_conv(qx: Any, w: Any, scales: Any, *rest: Any) -> list[Any]:
 
 
 def max_pool(grad: Any, x: Any, *window: Any) -> list[Any]:
-    return [grad, x, *window, aten.max_pool2d_with_indices(x, *window)[1]]
+    pool = aten.max_pool3d_with_indices if x.dim() == 5 else aten.max_pool2d_with_indices
+    return [grad, x, *window, pool(x, *window)[1]]

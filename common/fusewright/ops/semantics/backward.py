@@ -264,18 +264,23 @@ def weight_norm_backward(grad: Any, v: Any, g: Any, norms: Any, dim: int) -> tup
     return grads(lambda a, b: nm.weight_norm_ref(a, b, dim)[0], [v, g], grad)
 
 
-def max_pool2d_backward(
-    grad: Any,
-    x: Any,
-    kernel_size: Any,
-    stride: Any,
-    padding: Any,
-    dilation: Any,
-    ceil_mode: bool,
-    indices: Any,
-) -> Any:
-    out = torch.zeros(x.shape, dtype=grad.dtype).flatten(-2)
-    return out.scatter_add(-1, indices.flatten(-2), grad.flatten(-2)).reshape(x.shape)
+def max_pool_backward(dims: int) -> Callable[..., Any]:
+    """Gradient of max pooling over the last dimensions, of which `indices` are flat."""
+
+    def reference(
+        grad: Any,
+        x: Any,
+        kernel_size: Any,
+        stride: Any,
+        padding: Any,
+        dilation: Any,
+        ceil_mode: bool,
+        indices: Any,
+    ) -> Any:
+        out = torch.zeros(x.shape, dtype=grad.dtype).flatten(-dims)
+        return out.scatter_add(-1, indices.flatten(-dims), grad.flatten(-dims)).reshape(x.shape)
+
+    return reference
 
 
 def avg_pool2d_backward(grad: Any, x: Any, *args: Any) -> Any:

@@ -141,6 +141,33 @@ def batch_norm(
     )
 
 
+def _by_batch(x: Any, weight: Any, bias: Any, eps: float) -> tuple[Any, Any, Any, Any]:
+    """x normalised by statistics of the batch, the mean, 1 / deviation, and the variance."""
+    dims, rank = [d for d in range(x.dim()) if d != 1], max(x.dim(), 2)
+    mean = x.mean(dims)
+    var = ((x - per_channel(mean, rank)) ** 2).mean(dims)
+    rstd = 1 / torch.sqrt(var + eps)
+    out = affine(
+        (x - per_channel(mean, rank)) * per_channel(rstd, rank),
+        per_channel(weight, rank),
+        per_channel(bias, rank),
+    )
+    return out, mean, rstd, var
+
+
+def batch_norm_stateless_ref(
+    x: Any, weight: Any, bias: Any, training: bool, momentum: float, eps: float
+) -> tuple[Any, Any, Any]:
+    return _by_batch(x, weight, bias, eps)[:3]
+
+
+def batch_norm_stateless(x: Any, weight: Any, bias: Any, *rest: Any, **named: Any) -> tuple[Any, Any, Any]:
+    """`batch_norm_stateless_ref` of the same arguments in eager's compute dtypes."""
+    out, mean, rstd = batch_norm_stateless_ref(widened(x), weight, bias, *rest, **named)
+    stats = _stats_dtype(x, weight)
+    return out.to(x.dtype), mean.to(stats), rstd.to(stats)
+
+
 def batch_norm_train_ref(
     x: Any,
     weight: Any,
@@ -154,15 +181,7 @@ def batch_norm_train_ref(
     if not training:
         normed = batch_norm_ref(x, weight, bias, running_mean, running_var, momentum, eps)
         return *normed, running_mean.clone(), running_var.clone()
-    dims, rank = [d for d in range(x.dim()) if d != 1], max(x.dim(), 2)
-    mean = x.mean(dims)
-    var = ((x - per_channel(mean, rank)) ** 2).mean(dims)
-    rstd = 1 / torch.sqrt(var + eps)
-    out = affine(
-        (x - per_channel(mean, rank)) * per_channel(rstd, rank),
-        per_channel(weight, rank),
-        per_channel(bias, rank),
-    )
+    out, mean, rstd, var = _by_batch(x, weight, bias, eps)
     count = x.numel() // x.shape[1]
     new_mean = running_mean + momentum * (mean - running_mean)
     new_var = running_var + momentum * (var * count / (count - 1) - running_var)

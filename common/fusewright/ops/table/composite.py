@@ -70,6 +70,12 @@ def bn_train_shapes(a: Args) -> tuple[Shape, ...]:
     return (tuple(a["input"].shape), batch, batch, channels, channels)
 
 
+def stateless_shapes(a: Args) -> tuple[Shape, Shape, Shape]:
+    """The input's shape, and [C] twice."""
+    shape = tuple(a["input"].shape)
+    return shape, shape[1:2], shape[1:2]
+
+
 def rms_shapes(a: Args) -> tuple[Shape, Shape]:
     """The input's shape, and the shape of the reciprocal root mean square."""
     return sh.norm_shapes(a)[:2]
@@ -134,6 +140,10 @@ ROWS: tuple[Op, ...] = (
     _op("batch_norm_train", "aten::_native_batch_norm_legit_functional", bn_train_dtypes, bn_train_shapes,
         nm.batch_norm_train_ref, "normalised by batch statistics; mean; rstd; new running mean and variance",
         "Ioffe & Szegedy, arXiv:1502.03167", nm.batch_norm_train, fake_differs=(1, 2, 3, 4)),
+    _op("batch_norm_stateless", "aten::_native_batch_norm_legit.no_stats", _NORM, stateless_shapes,
+        nm.batch_norm_stateless_ref, "normalised by batch statistics, which nothing keeps; mean; rstd",
+        "Ioffe & Szegedy, arXiv:1502.03167; Ulyanov et al., arXiv:1607.08022", nm.batch_norm_stateless,
+        fake_differs=_STATISTICS),
     _op("weight_norm", "aten::_weight_norm_interface", nm.weight_norm_dtypes, nm.weight_norm_shapes,
         nm.weight_norm_ref, "v * g / |v|, norms along all dimensions but dim; the norms",
         "Salimans & Kingma, arXiv:1602.07868", nm.weight_norm),

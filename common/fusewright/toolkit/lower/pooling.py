@@ -185,19 +185,24 @@ def _first(e: Evaluator, windows: Sequence[Index], sides: Sequence[Side]) -> Val
     return e.b.cast(reduce(lambda a, b: e.b.op("add", a, b), skipped), "i32")
 
 
-def _max_pool_backward(e: Evaluator, op: OpView, k: int, at: At) -> Val:
+def _max_pool_backward(dims: int) -> Callable[[Evaluator, OpView, int, At], Val]:
     """The sum of the gradients of the windows whose maximum is this element."""
-    grad, indices = op.arg("grad_output"), op.arg("indices")
-    t = out_type(op)
-    here = e.b.cast(e.position(at.dims[-2] * at.shape[-1] + at.dims[-1]), "i32")
-    total = e.const(0, t)
-    for place, inside in _windows(e, _pooled(op, grad.spec), at.dims[-2:]):
-        window = At(shape_of(grad.spec), (*at.dims[:-2], *place))
-        with _where(e, inside):
-            found, value = e.b.cast(e(indices, window, "i64"), "i32").eq(here), e(grad, window, t)
-        found = found if inside is None else e.b.op("and", found, inside)
-        total = total + e.b.where(found, value, e.const(0, t))
-    return total
+
+    def rule(e: Evaluator, op: OpView, k: int, at: At) -> Val:
+        grad, indices = op.arg("grad_output"), op.arg("indices")
+        t, sides, places = out_type(op), _pooled(op, grad.spec, dims), at.dims[-dims:]
+        steps = zip(places, _steps(sides), strict=True)
+        here = e.b.cast(e.position(reduce(operator.add, (p if step == 1 else p * step for p, step in steps))), "i32")
+        total = e.const(0, t)
+        for place, inside in _windows(e, sides, places):
+            window = At(shape_of(grad.spec), (*at.dims[:-dims], *place))
+            with _where(e, inside):
+                found, value = e.b.cast(e(indices, window, "i64"), "i32").eq(here), e(grad, window, t)
+            found = found if inside is None else e.b.op("and", found, inside)
+            total = total + e.b.where(found, value, e.const(0, t))
+        return total
+
+    return rule
 
 
 def _windows(
@@ -311,10 +316,10 @@ def _small(dims: int) -> Check:
     return check
 
 
-def _few(most: int) -> Check:
+def _few(most: int, dims: int) -> Check:
     def check(op: OpView) -> str | None:
         image, grad = op.arg("self").spec, op.arg("grad_output").spec
-        return _floating(op, 2, image, grad) or _overlapping(_pooled(op, grad), most)
+        return _floating(op, dims, image, grad) or _overlapping(_pooled(op, grad, dims), most)
 
     return check
 
@@ -343,10 +348,11 @@ def _few_columns(op: OpView) -> str | None:
 TABLE: Table = {
     "max_pool2d": (Map(_max_pool(2), _small(2), cost=60),),
     "max_pool3d": (Map(_max_pool(3), _small(3), cost=60),),
-    "max_pool2d_backward": (Map(_max_pool_backward, _few(MAX_MAXIMA), cost=100),),
+    "max_pool2d_backward": (Map(_max_pool_backward(2), _few(MAX_MAXIMA, 2), cost=100),),
+    "max_pool3d_backward": (Map(_max_pool_backward(3), _few(MAX_MAXIMA, 3), cost=100),),
     "avg_pool1d": (Map(_avg_pool(1), _small(1), cost=20),),
     "avg_pool2d": (Map(_avg_pool(2), _small(2), cost=60),),
-    "avg_pool2d_backward": (Map(_avg_pool_backward, _few(MAX_WINDOWS), cost=60),),
+    "avg_pool2d_backward": (Map(_avg_pool_backward, _few(MAX_WINDOWS, 2), cost=60),),
     "im2col": (Map(_im2col, _known_image, cost=12),),
     "col2im": (Map(_col2im, _few_columns, cost=60),),
 }

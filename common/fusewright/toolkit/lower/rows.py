@@ -420,6 +420,20 @@ def _batch_norm_train(r: RowContext, op: OpView) -> tuple[Val, ...]:
     return affine((x - mean) * rstd, w, b), mean, rstd, new_mean, new_var
 
 
+def _batch_norm_stateless(r: RowContext, op: OpView) -> tuple[Val, ...]:
+    t = norm_type(op)
+    x = r.x(op.arg("input"), t)
+    mean, var, _ = moments(r, x, op.arg("eps"))
+    rstd = _inverse_deviation(r, var, op.arg("eps"))
+    w, b = (None if op.arg(n) is None else r.per_row(op.arg(n), t) for n in ("weight", "bias"))
+    return affine((x - mean) * rstd, w, b), mean, rstd
+
+
+def _of_batch(op: OpView) -> str | None:
+    fixed = isinstance(product(tuple(channels(op).shape[d] for d in channels(op).dims)), int)
+    return None if fixed and op.arg("training") else "rows of a symbolic size, or inference mode"
+
+
 def _trains(op: OpView) -> str | None:
     n = product(tuple(channels(op).shape[d] for d in channels(op).dims))
     if not isinstance(n, int) or n < 2:
@@ -548,6 +562,7 @@ TABLE: Table = {
     "group_norm": (_row_op(_group_norm, grouped, _NORM, plain_groups, symbols=("N", "HxW")),),
     "batch_norm": (Map(_batch_norm, _has_statistics, cost=12),),
     "batch_norm_train": (_row_op(_batch_norm_train, channels, (*_NORM, "row", "row"), _trains),),
+    "batch_norm_stateless": (_row_op(_batch_norm_stateless, channels, _NORM, _of_batch),),
     "weight_norm": (_row_op(_weight_norm, _but_one, ("full", "row")),),
     "nll_loss": (_row_op(_nll_loss, picked, _PAIR, _reduces),),
 }
