@@ -17,8 +17,8 @@ from fusewright.graph.spec import value_of
 
 aten = torch.ops.aten
 
-_MASKED = (aten.hardtanh_backward.default, aten.threshold_backward.default)
-"""Gradients that read which elements an activation has clamped from its result."""
+_MASKED = (aten.hardtanh_backward.default, aten.threshold_backward.default, aten.leaky_relu_backward.default)
+"""Gradients that read which elements an activation has clamped, or scaled, from its result."""
 
 _EFFICIENT_BACKWARD = aten._scaled_dot_product_efficient_attention_backward.default
 
@@ -106,13 +106,20 @@ def unread_seeds(graph: Graph) -> None:
 
 
 def clamped_by_result(graph: Graph) -> None:
-    """Let the gradient of a clamp (relu6) read its result, as a relu's does: the next op saves that, and nobody the input."""
+    """Let the gradient of a clamp (relu6), or of a leaky relu, whose result has its operand's sign, read the result, as a relu's
+    does: the next op saves that, and nobody the input."""
     for node in graph.find_nodes(op="call_function", target=aten.hardtanh_backward.default):
         _, x, *bounds = node.args
         made = (u for u in x.users if u.target is aten.hardtanh.default and [*u.args[1:], *(-1, 1)[len(u.args) - 1 :]] == bounds)
         result = next(made, None)
         if result is not None and all(map(_exact, bounds)):
             node.args = (node.args[0], result, *bounds)
+    for node in graph.find_nodes(op="call_function", target=aten.leaky_relu_backward.default):
+        grad, x, slope, is_result = node.args
+        made = (u for u in x.users if u.target is aten.leaky_relu.default and (*u.args[1:], 0.01)[0] == slope)
+        result = next(made, None)
+        if result is not None and not is_result and isinstance(slope, int | float) and slope >= 0:
+            node.args = (grad, result, slope, True)
 
 
 def _exact(bound: Any) -> bool:

@@ -150,7 +150,7 @@ class Clamped(torch.nn.Module):
 
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("pads", [(), (1, 1), (0, 2, 1, 0), (0, 0, 0, 0)], ids=str)
-@pytest.mark.parametrize("clamp", [torch.nn.ReLU6(), torch.nn.Hardtanh(), torch.nn.ReLU()], ids=repr)
+@pytest.mark.parametrize("clamp", [torch.nn.ReLU6(), torch.nn.Hardtanh(), torch.nn.ReLU(), torch.nn.LeakyReLU(0.01)], ids=repr)
 def test_an_activation_is_saved_once(clamp: torch.nn.Module, pads: tuple[int, ...]) -> None:
     """The norm's input and what the convolution reads; the clamp's gradient finds its mask in the latter."""
     images: list[torch.Size] = []
@@ -188,6 +188,20 @@ def test_a_bound_that_rounds_is_compared_with_the_input() -> None:
 
     wanted, got = (torch.autograd.grad(f(x).sum(), x)[0] for f in (clamp, torch.compile(clamp, backend=backend)))
     assert torch.equal(wanted, got) and not wanted.all()
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_leaky_relu_that_turns_signs_is_compared_with_the_input() -> None:
+    x = torch.randn(64, requires_grad=True)
+
+    def leaky(x: torch.Tensor) -> torch.Tensor:
+        return F.leaky_relu(x, -0.1)
+
+    def backend(gm: GraphModule, inputs: Any) -> Any:
+        return through_aot(gm, inputs, lambda aten, *_: lambda args: aten(*args), "test")
+
+    wanted, got = (torch.autograd.grad(f(x).sum(), x)[0] for f in (leaky, torch.compile(leaky, backend=backend)))
+    assert torch.equal(wanted, got) and (wanted < 0).any()
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
