@@ -24,8 +24,8 @@ HELD = 8192
 SHORT = 512
 """Elements of a row below which 16 to each lane of a warp leave lanes idle."""
 COLUMN = 32
-"""Elements of held columns to each lane, if there are programs enough: with a quarter, warps exchange what one could add up (on an
-H200 the maximum of 20 in 84 million took 378 us, and 91 with these)."""
+"""Elements of held columns to each lane, if there are programs enough: with a quarter, warps exchange what one could add up (the
+maximum of 20 in 84 million took 378 us, and 91 with these)."""
 THREADS = 128
 """The most threads of a program for rows next to each other: others run while it waits for its loads."""
 WIDE = 2**31 - 2**22
