@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from fusewright_cpu.kernels.by_hand import panels_of
 from fusewright_cpu.target import CpuTarget
 
-
 NARROW_COST = 1.08
 """Time of a narrow panel's products in a convolution: blocks of 7 rows have few sums (3x3 to 32 channels: 1.1 of 12 rows')."""
 
