@@ -51,8 +51,9 @@ class Builder:
     """The region under construction: `ops` with the values that they actually read and write, and `calls` for some of them.
 
     `owner` lives as long as the compiled code: it is the backend, and each compiled graph has its own. `built` holds code built
-    for measuring until the plan's kernels are loaded. `row_major_norms`: copy column-major inputs of norms to row-major, and
-    keep images of group norms channels-last; not used in training, where each would have to be copied back for backward."""
+    for measuring until the plan's kernels are loaded. `row_major_norms`: copy column-major inputs of norms to row-major, and keep
+    images of norms of groups and instances channels-last; not used in training, where each would have to be copied back for
+    backward."""
 
     def __init__(
         self,
@@ -274,6 +275,8 @@ class Builder:
                 if s is not None:
                     self.with_layout(o, s)
             self.ops.append(self.resolved(op))
+        if self.row_major_norms and any_strides:
+            self._lay_instances(op)
 
     def leave_with(self, op: OpView, stride: Sequence[int]) -> None:
         """Leave `op` to the fuser with its actual operands, of which its first result has this stride."""
@@ -329,6 +332,19 @@ class Builder:
             return None
         alike = out.static and x.shape == out.shape and layout_of(out) == "contiguous" and layout_of(x) == "channels_last"
         return channels_last_strides(out.shape) if alike else None  # type: ignore[arg-type]
+
+    def _lay_instances(self, op: OpView) -> None:
+        """Let what reads a norm of the instances of channels-last images, which is computed on a view of them in planes, read it in
+        channels-last: the copy is part of the kernel."""
+        norm = self.graph.producer(op.arg("self")) if op.op in ("view", "reshape") else None
+        given = self.graph.producer(norm.arg("input")) if norm is not None and norm.op == "batch_norm_no_stats" else None
+        if given is None or given.op not in ("view", "reshape") or self.graph.escapes(op.out):
+            return
+        copy = self.graph.producer(given.arg("self"))
+        x, out = self.spec(copy.arg("self") if copy is not None and copy.op == "clone" else given.arg("self")), op.out.spec
+        if out is not None and out.static and x.shape == out.shape and layout_of(x) == "channels_last":
+            self._moved[op.out.id] = self.channels_last(op.out)
+            self._restored.add(op.out.id)  # the graph's value remains available
 
     def _strides_for(self, op: OpView) -> list[tuple[int, ...] | None] | None:
         """The strides of every result of `op` for its actual inputs, by torch's metadata functions. None keeps the

@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="triton is not installed; pip install './ba
 import torch
 
 from fusewright.interface import Fragment, Value
-from fusewright.plan.ir import Call
+from fusewright.plan.ir import Call, Launch
 from fusewright_triton.select import more_channels
 from tests.backends.triton.select.test_calls import BF16, F32, Net, check, lowered, text
 from tests.fragments import targets
@@ -81,6 +81,21 @@ def test_single_pixels_of_volumes_with_an_activation_are_products(thresholds: Ca
     x = g.images(2, 64, 2, 4, 8)
     fragment = check(g, [g.op("silu", g.norm(g.conv(x, 64, 64, 1), 64))])
     assert [t for t in targets(fragment) if "linear" in t] and "aten::convolution" not in targets(fragment)
+
+
+@pytest.mark.parametrize("shape", [CUBE, SQUARE], ids=["3-d", "2-d"])
+def test_what_reads_an_instance_norm_reads_it_as_the_images_lie(shape: tuple[int, ...]) -> None:
+    """Two readers: one copy would be made for a convolution alone."""
+    g = Net()
+    x = g.conv(g.tensor(*shape), 8, 8)
+    y = g.op("view", x, (1, 16, *shape[2:]))
+    y = g.op("batch_norm_no_stats", y, None, None, True, 0.1, 1e-5)
+    y = g.op("leaky_relu", g.op("view", y, shape), 0.01)
+    z = g.op("add", g.conv(y, 8, 8), y)
+    fragment = check(g, [z])
+    launches = [i for i in fragment.instructions if isinstance(i, Launch)]
+    assert len(launches) == 3, "the images laid, the norm with its activation, the sum in planes"
+    assert all(g.temporaries[o].stride[1] == 1 for i in launches[:2] for o in i.outs)
 
 
 @pytest.fixture
