@@ -107,3 +107,17 @@ def test_an_instance_norm_in_inference(norm: nn.Module) -> None:
     run = torch.compile(norm.eval(), backend="x86_onednn", options={"strict": True, "fallback": "error"})
     with torch.no_grad():
         torch.testing.assert_close(run(x), norm(x))
+
+
+@pytest.mark.parametrize(
+    ("run", "x"),
+    [
+        (lambda x: nn.functional.avg_pool3d(x, 2), torch.ones(1, 2, 4, 4, 4, dtype=torch.bfloat16)),
+        (lambda x: nn.functional.interpolate(x, scale_factor=2.0), torch.ones(1, 2, 6, 6, dtype=torch.int64)),
+    ],
+    ids=["half types of volumes", "integers that are resized"],
+)
+def test_what_eager_refuses_raises(run: Any, x: torch.Tensor) -> None:
+    for f in (run, torch.compile(run, backend="fusewright")):
+        with pytest.raises(RuntimeError, match="not implemented for"):
+            f(x)

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
-from fusewright.interface import OpView, TensorSpec
+import torch
+
+from fusewright.interface import HOST, OpView, TensorSpec
 from fusewright.toolkit.ir import Index, Val
 from fusewright.toolkit.lower.movement import out_type
 from fusewright.toolkit.rules.kinds import Check, Evaluator, Map, Table
@@ -320,6 +322,17 @@ def _small(dims: int) -> Check:
     return check
 
 
+def _of_volumes(check: Check) -> Check:
+    """Refuse what eager's average pools of volumes do not take."""
+
+    def refusing(op: OpView) -> str | None:
+        spec = op.out.spec
+        half = spec is not None and spec.device == HOST and spec.dtype in (torch.bfloat16, torch.float16)
+        return "eager refuses half types on the host" if half else check(op)
+
+    return refusing
+
+
 def _few(most: int, dims: int = 2) -> Check:
     def check(op: OpView) -> str | None:
         image, grad = op.arg("self").spec, op.arg("grad_output").spec
@@ -356,9 +369,9 @@ TABLE: Table = {
     "max_pool3d_backward": (Map(_max_pool_backward(3), _few(2 * MAX_MAXIMA, 3), cost=200, window=True),),
     "avg_pool1d": (Map(_avg_pool(1), _small(1), cost=20, window=True),),
     "avg_pool2d": (Map(_avg_pool(2), _small(2), cost=60, window=True),),
-    "avg_pool3d": (Map(_avg_pool(3), _small(3), cost=60, window=True),),
+    "avg_pool3d": (Map(_avg_pool(3), _of_volumes(_small(3)), cost=60, window=True),),
     "avg_pool2d_backward": (Map(_avg_pool_backward(2), _few(MAX_WINDOWS), cost=60, window=True),),
-    "avg_pool3d_backward": (Map(_avg_pool_backward(3), _few(MAX_WINDOWS, 3), cost=60, window=True),),
+    "avg_pool3d_backward": (Map(_avg_pool_backward(3), _of_volumes(_few(MAX_WINDOWS, 3)), cost=60, window=True),),
     "im2col": (Map(_im2col, _known_image, cost=12),),
     "col2im": (Map(_col2im, _few_columns, cost=60, window=True),),
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from fusewright.interface import OpView
 from fusewright.toolkit.ir import Index, Val
 from fusewright.toolkit.rules.evaluate import compute_dtype
@@ -30,6 +32,8 @@ def _whole_factor(op: OpView) -> str | None:
     x, out = op.arg("self").spec, op.out.spec
     if out is None or not (x.static and out.static):
         return "a symbolic size"
+    if not x.dtype.is_floating_point and x.dtype != torch.uint8:
+        return "eager refuses other integers"
     for d, name in _axes(op):
         factor, scale = out.shape[d] / x.shape[d], op.arg(name)
         if factor != int(factor) or (scale is not None and scale != factor):
