@@ -70,7 +70,7 @@ def compile_dynamo(
     """Compile a Dynamo graph with a backend, or fall back to eager with a one-line reason if the backend cannot run here.
     `mode` is torch's: see `config.MODES`."""
     from fusewright import pipeline, registry
-    from fusewright.capture import capture, gradients, layouts, masks
+    from fusewright.capture import capture, layouts, masks
     from fusewright.capture.tables import host_tables
     from fusewright.plan.execute import broken
 
@@ -90,7 +90,10 @@ def compile_dynamo(
     if comparison is not None:
         broken.watch(name, comparison.may, example_inputs)
     masks.simplify(gm, backend)
-    if type(backend).supports is not Backend.supports:  # one that claims nothing gives eager's bits
+    claims = type(backend).supports is not Backend.supports  # one that claims nothing gives eager's bits
+    if claims and any(getattr(n.target, "__name__", n.target) == "cumprod" for n in gm.graph.nodes):
+        from fusewright.capture import gradients
+
         gradients.simplify(gm)
 
     def compile_graph(aten: GraphModule, phase: Phase, const: frozenset[Node], mode: str) -> Callable[[list[Any]], Any]:
@@ -105,7 +108,7 @@ def compile_dynamo(
     def without_loops(gm: GraphModule, inputs: Sequence[Any]) -> GraphModule | None:
         from fusewright.capture.loops import may_loop
 
-        if type(backend).supports is Backend.supports or not may_loop(gm, inputs):  # one that claims nothing gives eager's bits
+        if not claims or not may_loop(gm, inputs):
             return None
         from fusewright.rewrite import training
 

@@ -60,7 +60,9 @@ def _batch_norm_without_statistics(a: Args) -> dict[str, Any] | None:
     return {k: v for k, v in a.items() if k not in ("running_mean", "running_var")}
 
 
-def _celu(a: Args) -> dict[str, Any]:
+def _celu(a: Args) -> dict[str, Any] | None:
+    if not a["alpha"]:
+        return None  # eager refuses it
     return {"self": a["self"], "alpha": a["alpha"], "scale": 1, "input_scale": 1.0 / a["alpha"]}
 
 

@@ -287,35 +287,14 @@ def weight_norm_backward(grad: Any, v: Any, g: Any, norms: Any, dim: int) -> tup
     return grads(lambda a, b: nm.weight_norm_ref(a, b, dim)[0], [v, g], grad)
 
 
-def max_pool2d_backward(
-    grad: Any,
-    x: Any,
-    kernel_size: Any,
-    stride: Any,
-    padding: Any,
-    dilation: Any,
-    ceil_mode: bool,
-    indices: Any,
-) -> Any:
-    return _to_maxima(grad, x, indices, 2)
+def max_pool_backward(dims: int) -> Callable[..., Any]:
+    """Gradient of maximum pooling over the last dimensions, of which the indices, given last, are flat."""
 
+    def reference(grad: Any, x: Any, *args: Any) -> Any:
+        out = torch.zeros(x.shape, dtype=grad.dtype).flatten(-dims)
+        return out.scatter_add(-1, args[-1].flatten(-dims), grad.flatten(-dims)).reshape(x.shape)
 
-def max_pool3d_backward(
-    grad: Any,
-    x: Any,
-    kernel_size: Any,
-    stride: Any,
-    padding: Any,
-    dilation: Any,
-    ceil_mode: bool,
-    indices: Any,
-) -> Any:
-    return _to_maxima(grad, x, indices, 3)
-
-
-def _to_maxima(grad: Any, x: Any, indices: Any, dims: int) -> Any:
-    out = torch.zeros(x.shape, dtype=grad.dtype).flatten(-dims)
-    return out.scatter_add(-1, indices.flatten(-dims), grad.flatten(-dims)).reshape(x.shape)
+    return reference
 
 
 def avg_pool_backward(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -248,51 +248,16 @@ def embedding(
     return torch.index_select(weight, 0, indices.reshape(-1)).reshape(*indices.shape, *weight.shape[1:])
 
 
-def max_pool2d_ref(
-    x: Any, kernel_size: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False
-) -> Any:
-    return F.max_pool2d(x, tuple(kernel_size), tuple(stride) or None, padding, dilation, ceil_mode, return_indices=True)
+def max_pool_ref(dims: int) -> Callable[..., Any]:
+    """Maxima of windows over the last dimensions, and their flat indices."""
+    pool: Callable[..., Any] = getattr(F, f"max_pool{dims}d")
+    return lambda x, size, stride=(), *rest: pool(x, tuple(size), tuple(stride) or None, *rest, return_indices=True)
 
 
-def avg_pool2d_ref(
-    x: Any,
-    kernel_size: Any,
-    stride: Any = (),
-    padding: Any = 0,
-    ceil_mode: bool = False,
-    count_include_pad: bool = True,
-    divisor_override: int | None = None,
-) -> Any:
-    return F.avg_pool2d(x, kernel_size, tuple(stride) or None, padding, ceil_mode, count_include_pad, divisor_override)
-
-
-def avg_pool3d_ref(
-    x: Any,
-    kernel_size: Any,
-    stride: Any = (),
-    padding: Any = 0,
-    ceil_mode: bool = False,
-    count_include_pad: bool = True,
-    divisor_override: int | None = None,
-) -> Any:
-    return F.avg_pool3d(x, kernel_size, tuple(stride) or None, padding, ceil_mode, count_include_pad, divisor_override)
-
-
-def max_pool3d_ref(
-    x: Any, kernel_size: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False
-) -> Any:
-    return F.max_pool3d(x, tuple(kernel_size), tuple(stride) or None, padding, dilation, ceil_mode, return_indices=True)
-
-
-def avg_pool1d_ref(
-    x: Any,
-    kernel_size: Any,
-    stride: Any = (),
-    padding: Any = 0,
-    ceil_mode: bool = False,
-    count_include_pad: bool = True,
-) -> Any:
-    return F.avg_pool1d(x, kernel_size, tuple(stride or kernel_size), padding, ceil_mode, count_include_pad)
+def avg_pool_ref(dims: int) -> Callable[..., Any]:
+    """Means of windows over the last dimensions."""
+    pool: Callable[..., Any] = getattr(F, f"avg_pool{dims}d")
+    return lambda x, size, stride=(), *rest: pool(x, tuple(size), tuple(stride or size), *rest)
 
 
 def _cells(size: int, out: int) -> list[slice]:

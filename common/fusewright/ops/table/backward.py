@@ -191,12 +191,10 @@ ROWS: tuple[Op, ...] = (
     _op("nll_loss2d_backward", "aten::nll_loss2d_backward", dt.SELF, sh.SAME, b.nll_loss2d_backward, "gradient of nll_loss2d"),
     _op("weight_norm_backward", "aten::_weight_norm_interface_backward", weight_norm_grad_dtypes,
         weight_norm_grad_shapes, b.weight_norm_backward, "gradients of weight_norm by v and g"),
-    _grad_of_input("max_pool2d_backward", b.max_pool2d_backward, "gradient of max_pool2d",
-        "max_pool2d_with_indices_backward"),
-    _grad_of_input("max_pool3d_backward", b.max_pool3d_backward, "gradient of max_pool3d",
-        "max_pool3d_with_indices_backward"),
-    _grad_of_input("avg_pool2d_backward", b.avg_pool_backward(m.avg_pool2d_ref), "gradient of avg_pool2d"),
-    _grad_of_input("avg_pool3d_backward", b.avg_pool_backward(m.avg_pool3d_ref), "gradient of avg_pool3d"),
+    *(_grad_of_input(f"max_pool{n}d_backward", b.max_pool_backward(n), f"gradient of max_pool{n}d",
+        f"max_pool{n}d_with_indices_backward") for n in (2, 3)),
+    *(_grad_of_input(f"avg_pool{n}d_backward", b.avg_pool_backward(m.avg_pool_ref(n)), f"gradient of avg_pool{n}d")
+        for n in (2, 3)),
     _grad_of_input("adaptive_avg_pool2d_backward", b.adaptive_avg_pool2d_backward_ref,
         "gradient of adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward", b.adaptive_avg_pool2d_backward),
     *(_resize_grad(f"upsample_nearest{n}d_backward", f"gradient of upsample_nearest{n}d", resize.nearest_backward(n), opened=True)
