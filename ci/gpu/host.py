@@ -7,8 +7,8 @@ the time of a call on an idle GPU.
 `python -m ci.gpu.host --queued` has medians of small models while nothing waits for the GPU, with a backend that does nothing and
 with ours: the call up to what the backend returned, that, and the rest of the call.
 
-`python -m ci.gpu.host --plain [bert bert:dynamic gpt2_small:train ...]` measures calls that are not replayed: how many loop kernels
-they launch, how many by address, the host time per launch, and the whole call: by Python, by `fusewright-native`, in eager.
+`python -m ci.gpu.host --plain [bert bert:dynamic gpt2_small:train ...]` measures calls that are not replayed: by Python, by
+`fusewright-native` with and without its queue of launches, and in eager (columns: `Launched`; last the whole call).
 """
 
 from __future__ import annotations
@@ -244,41 +244,106 @@ def plain(text: str) -> dict[str, Callable[[], Any]]:
         return (_training if mode == "train" else _inference)(name, compile)
 
     calls = {"eager": made(lambda module: module)}
-    for way in ("python", "native") if native.extension() else ("python",):
-        os.environ["FUSEWRIGHT_NATIVE"] = str(int(way == "native"))
-        options = {**OURS["options"], "graphs": False, "never_slower": False, "verify": way == "native"}  # by `verify` they differ
+    for k, way in enumerate(("python", "no queue", "native") if native.extension() else ("python",)):
+        os.environ["FUSEWRIGHT_NATIVE"] = str(int(way != "python"))
+        # by these two the plans differ, which are shared otherwise
+        options = {**OURS["options"], "graphs": False, "never_slower": False, "verify": k > 0, "strict": k > 1}
         dynamic = True if mode == "dynamic" else None
         calls[way] = made(functools.partial(torch.compile, **{**OURS, "options": options}, dynamic=dynamic))
-        for _ in range(4):
-            calls[way]()
+        with contextlib.nullcontext() if way != "no queue" else without_queue():
+            for _ in range(4):
+                calls[way]()
     return calls
 
 
-def launches_us(call: Callable[[], Any]) -> tuple[int, int, float]:
-    """Return how many loop kernels a call launches, how many of them `fusewright-native` may launch, and the median host time per
-    launch; nothing waits for the device."""
-    rounds = CALLS // 4
+@dataclass
+class Launched:
+    """Host times of a call that is not replayed, in us, and what it launches."""
+
+    loops: int
+    by_address: int
+    kernels: int
+    launch: float
+    queue: float
+    call: float
+
+
+def launched(calls: dict[str, Callable[[], Any]], closes: list[int]) -> dict[str, Launched]:
+    """Measure calls for which nothing waits for the device, in turns, as the host's speed changes. `launch`: the mean of a launch
+    of a loop kernel, with its part of what is queued; `queue`: what is launched where a queue ends, in one call; `call`: the median
+    of a call."""
+    times: dict[str, list[tuple[float, int, int]]] = {way: [] for way in calls}
+    counts: dict[str, tuple[int, int]] = {}
     with spans(GpuLauncher) as noted:
-        for _ in range(rounds):
-            torch.cuda.synchronize()
-            call()
-    by_address = sum(launcher._native is not None for _, _, launcher in noted)
-    median = statistics.median(end - start for start, end, _ in noted) / 1e3 if noted else 0.0
-    return len(noted) // rounds, by_address // rounds, median
+        for _ in range(CALLS // 2):
+            for way, call in calls.items():
+                torch.cuda.synchronize()
+                noted.clear()
+                closes.clear()
+                start = time.perf_counter_ns()
+                call()
+                spent = time.perf_counter_ns() - start
+                times[way].append((sum(end - begin for begin, end, _ in noted) / max(1, len(noted)), sum(closes), spent))
+                counts[way] = len(noted), sum(launcher._native is not None for _, _, launcher in noted)
+    medians = {way: [statistics.median(column) / 1e3 for column in zip(*rows, strict=True)] for way, rows in times.items()}
+    return {way: Launched(*counts[way], kernels_of(call), *medians[way]) for way, call in calls.items()}
+
+
+def kernels_of(call: Callable[[], Any]) -> int:
+    """Return the number of kernels that a call runs."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    return sum(e.device_type == torch.autograd.DeviceType.CUDA for e in profile.events())
+
+
+@contextlib.contextmanager
+def without_queue() -> Iterator[None]:
+    """Plans that are loaded in this context launch each kernel by itself."""
+    find = native.launch_queue
+    native.launch_queue = lambda: None
+    try:
+        yield
+    finally:
+        native.launch_queue = find
+
+
+@contextlib.contextmanager
+def timed_queues() -> Iterator[list[int]]:
+    """Note how long each end of a queue takes, in ns, of plans that are loaded in this context."""
+    noted: list[int] = []
+    queue, find = native.launch_queue(), native.launch_queue
+    if queue is not None:
+
+        def close() -> None:
+            start = time.perf_counter_ns()
+            queue.close()
+            noted.append(time.perf_counter_ns() - start)
+
+        native.launch_queue = lambda: native.LaunchQueue(queue.open, close)
+    try:
+        yield noted
+    finally:
+        native.launch_queue = find
 
 
 def compare_plain(models: list[str]) -> None:
     print(f"fusewright-native: {native.absent() or 'used in the rows named so'}")
-    print("model | launcher | launches | by address | us a launch | us a call (median of rounds in turns)")
+    print(
+        "model | launcher | loop kernels | by address | all kernels | us a launch | us of queues | us a call on the host | a kernel"
+        " | us a call (median of rounds in turns)"
+    )
     for text in models or ["bert", "bert:dynamic", "distilgpt2", "gpt2_small:train"]:
-        calls = plain(text)
+        with timed_queues() as closes:
+            calls = plain(text)
         times: dict[str, list[float]] = {way: [] for way in calls}
         for _ in range(5):
             for way, call in calls.items():
                 times[way].append(call_us(call, CALLS // 5))
-        for way, call in calls.items():
-            count, by_address, us = launches_us(call)
-            print(f"{text} | {way} | {count} | {by_address} | {us:.1f} | {statistics.median(times[way]):.0f}", flush=True)
+        for way, m in launched(calls, closes).items():
+            host = f"{m.launch:.1f} | {m.queue:.0f} | {m.call:.0f} | {m.call / max(1, m.kernels):.1f}"
+            whole = statistics.median(times[way])
+            print(f"{text} | {way} | {m.loops} | {m.by_address} | {m.kernels} | {host} | {whole:.0f}", flush=True)
         del calls
         torch.compiler.reset()
         gc.collect()

@@ -701,12 +701,8 @@ def guards_hold(shape_env: Any, fakes: Sequence[Any], tensors: Sequence[torch.Te
     return bool(shape_env.evaluate_guards_for_args(list(fakes), list(tensors), ignore_static=False))
 
 
-FROM_A_POINTER = ("cpu", "cuda")
-"""Device types on which torch can wrap externally owned memory in a storage."""
-
-
 def unowned(t: torch.Tensor) -> torch.Tensor:
-    """A tensor that shares the memory of `t` without keeping it alive."""
+    """A tensor that shares the memory of `t` without keeping it alive. On CPUs and CUDA only."""
     storage = t.untyped_storage()
     memory = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), t.device, storage.nbytes())
     return torch.empty(0, dtype=t.dtype, device=t.device).set_(memory, t.storage_offset(), t.shape, t.stride())
@@ -734,7 +730,7 @@ def tensor_queries() -> tuple[int, int, int, list[int]]:
     try:
         lib = ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", name))
         address, version = lib.aoti_torch_get_data_ptr, lib._ZNK2at10TensorBase8_versionEv
-        layout = [getattr(lib, f"aoti_torch_get_{name}") for name in ("dim", "sizes", "strides", "dtype", "device_index")]
+        layout = [getattr(lib, f"aoti_torch_get_{n}") for n in ("dim", "sizes", "strides", "dtype", "device_index", "storage_size")]
     except (OSError, AttributeError):
         return 0, 0, 0, []
     version.restype, found = ctypes.c_int64, ctypes.c_void_p()
@@ -752,14 +748,17 @@ def tensor_queries() -> tuple[int, int, int, list[int]]:
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 """The index of the current GPU, without a Python frame."""
 
-_stream: Callable[[int], int] = lambda k: torch.cuda.current_stream(k).cuda_stream  # noqa: E731
-current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _stream)
+_current: Callable[[int], int] = lambda k: torch.cuda.current_stream(k).cuda_stream  # noqa: E731
+current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _current)
 """The handle of a GPU's current stream, by GPU index, without allocating an object."""
 
-empty_strided_on_device: Callable[..., torch.Tensor] = getattr(
-    torch._C._dynamo.guards, "_empty_strided_cuda", lambda n, s, dtype: torch.empty_strided(n, s, dtype=dtype, device="cuda")
-)
-"""Allocate sizes, strides and a dtype on the current GPU, without the dispatcher."""
+_guards = torch._C._dynamo.guards
+_empty = {d: lambda n, s, t, d=d: torch.empty_strided(n, s, dtype=t, device=d) for d in ("cuda", "cpu")}
+empty_strided_on_device, empty_strided_on_host = (getattr(_guards, f"_empty_strided_{d}", f) for d, f in _empty.items())
+"""Allocate sizes, strides and a dtype on the current GPU or the host, without the dispatcher."""
+
+view_of_memory = getattr(_guards, "_reinterpret_tensor", lambda x, n, s, k: x.as_strided(n, s, x.storage_offset() + k))
+"""A tensor of given sizes and strides from an offset in another's memory: no view to autograd, and with its own version."""
 
 
 @contextlib.contextmanager

@@ -300,7 +300,7 @@ def _split(
         return [], [_at_each_call(i) for i in flat]
     held = (index.id(n) for n in index.graph.nodes if n.op in ("placeholder", "get_attr"))
     known = {i for i in held if i in index.constants}  # derived constants are added as they are made
-    escapes = _escaping(flat, outputs)
+    escapes = escaping(flat, outputs)
     prepare: list[Instruction] = []
     main: list[Instruction] = []
     for i in flat:
@@ -336,7 +336,7 @@ def _repeatable(i: Call, known: bool) -> bool:
     return constants.repeatable(operator_of(i.target), i.args, dict(i.kwargs), known)
 
 
-def _escaping(flat: Sequence[Instruction], outputs: tuple[Any, ...]) -> set[int]:
+def escaping(flat: Sequence[Instruction], outputs: tuple[Any, ...]) -> set[int]:
     """Ids whose memory the caller receives or the plan writes: outputs, values written in place, and all that these may be
     views of."""
     escapes = {r.id for r in outputs if isinstance(r, Ref)}

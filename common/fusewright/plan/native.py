@@ -10,7 +10,7 @@ import importlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -24,6 +24,8 @@ dispatch_mode = compat.dispatch_mode
 """For the traces of `call_cache`, which vendors make."""
 
 _EXTENSION = "fusewright_native._core"
+_INTERFACE = 2
+"""The extension's version of what is used here."""
 _REMEDY = "install a C++20 compiler (apt install g++) and then fusewright-native; until then Python does its part"
 
 
@@ -37,11 +39,28 @@ def absent() -> str | None:
     return _load()[1] if env_or_default("NATIVE") else "FUSEWRIGHT_NATIVE=0 turns it off"
 
 
-def device_launch(driver: int, errors: int) -> Any | None:
-    """A launcher that calls the function at address `driver` (cuLaunchKernel, hipModuleLaunchKernel) as long as the word at
-    `errors` (0: none) is 0; None without the extension. See `device.h` of the extension."""
+def device_launch(driver: LaunchFunctions, errors: int) -> Any | None:
+    """A launcher that calls the driver as long as the word at `errors` (0: none) is 0; None without the extension. See `device.h`
+    of the extension."""
     core = extension()
     return None if core is None else core.Device(driver, errors, _current_device(core), torch.uint8)
+
+
+LaunchFunctions: TypeAlias = tuple[int, int, int, int, int, int, int, int]
+"""Addresses of a driver's functions, of which the first launches a kernel. See `launch_queue.h` of the extension."""
+
+
+class LaunchQueue(NamedTuple):
+    """Between `open` and `close`, this thread's launches of device kernels are queued, and given to the driver a few at a time."""
+
+    open: Callable[[], None]
+    close: Callable[[], None]
+
+
+def launch_queue() -> LaunchQueue | None:
+    """None without the extension. See `launch_queue.h` of the extension."""
+    core = extension()
+    return None if core is None else LaunchQueue(core.open_queue, core.close_queue)
 
 
 @dataclass(frozen=True)
@@ -96,27 +115,37 @@ def _current_device(core: Any) -> Any:
     return core.CurrentDevice(compat.current_device, compat.current_stream, compat.empty_strided_on_device)
 
 
-def call_cache(run: Callable[..., Any], trace: Callable[..., Any], launch: int, encode: int) -> Callable[..., Any] | None:
+def call_cache(
+    run: Callable[..., Any], trace: Callable[..., Any], driver: LaunchFunctions, encode: int
+) -> Callable[..., Any] | None:
     """`run`, whose repeated calls skip Python: `trace` tells once for each layout of the arguments what a call does (with
-    `dispatch_mode`). `launch` and `encode` are addresses of the driver's functions. None without the extension. See `call_cache.h`
-    of the extension."""
+    `dispatch_mode`). `encode` is the address of cuTensorMapEncodeTiled (0: none). None without the extension. See `call_cache.h` of
+    the extension."""
     core = extension()
     if core is None:
         return None
-    made: Callable[..., Any] = core.call_cache(run, trace, launch, encode, _current_device(core))
+    made: Callable[..., Any] = core.call_cache(run, trace, driver, encode, _current_device(core))
     return made
+
+
+def queues(function: Any) -> bool:
+    """Whether all that a function puts on a device's stream goes through the launch queue."""
+    core = extension()
+    return core is not None and (isinstance(function, core.Call) or getattr(function, "queues", False))
 
 
 @functools.cache
 def _load() -> tuple[Any | None, str | None]:
     try:
         module = importlib.import_module(_EXTENSION)
+        if getattr(module, "INTERFACE", 1) != _INTERFACE:
+            raise ImportError("it is of another version")
         module.bind_tensors(torch.Tensor, torch.nn.Parameter, without_memory, compat.tensor_queries())
     except ModuleNotFoundError as e:
         if e.name not in (_EXTENSION, _EXTENSION.partition(".")[0]):
             raise
         return None, f"fusewright-native is not installed, or was without a C++ compiler; {_REMEDY}"
-    except (ImportError, TypeError) as e:  # TypeError: an extension of another version
+    except ImportError as e:
         reason = f"its extension does not load ({e}); {_REMEDY}"
         log.warning("fusewright: fusewright-native: %s", reason)
         return None, reason

@@ -80,7 +80,7 @@ TORCH.__dict__.update(
 _OWN_NAMES = frozenset(
     (
         "torch inf nan complex prepared prepare run args frame frames workers count_workers empty_strided sized "
-        "without_memory check fail b e crew limited"
+        "without_memory check fail b e crew limited view allocate allocation open_queue close_queue queued"
     ).split()
 )
 _VALUE = re.compile(r"v\d+|b\d+|p\d+")

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "hash.h"
 #include "tensor.h"
 
 namespace fusewright::native {
@@ -13,30 +14,21 @@ namespace {
 
 namespace py = pybind11;
 
-using Launch = int (*)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**, void**);
 using Encode = int (*)(void*, int, std::uint32_t, void*, const std::uint64_t*, const std::uint64_t*, const std::uint32_t*,
                        const std::uint32_t*, int, int, int, int);
 
 constexpr std::size_t MOST_KEYS = 1024;   // layouts that are remembered
-constexpr std::size_t MOST_BYTES = 4096;  // of a launch's arguments
-constexpr std::size_t MOST_TENSORS = 32, MOST_PARAMETERS = 128;
+constexpr std::size_t MOST_TENSORS = 32;
 constexpr std::size_t DESCRIPTOR = 128, MOST_DESCRIPTORS = 256;  // bytes of one, and how many each argument keeps
 constexpr int L2_128_BYTES = 2;
 
 using Key = std::vector<std::int64_t>;
 
-struct Hash {
-  std::size_t operator()(const Key& key) const {
-    std::uint64_t h = 0x9e3779b97f4a7c15u;
-    for (std::int64_t word : key) h = (h ^ static_cast<std::uint64_t>(word)) * 0xff51afd7ed558ccdu, h ^= h >> 32;
-    return h;
-  }
-};
-
 // The arguments of a call as words, with the addresses of its tensors.
 struct Arguments {
   Key key;
   std::int64_t addresses[MOST_TENSORS];
+  PyObject* objects[MOST_TENSORS];
   std::size_t tensors = 0;
   std::int64_t device = -1;
 
@@ -91,7 +83,7 @@ struct Arguments {
     key.push_back(address & 15);
     if (tensors && on != device) return false;
     device = on;
-    addresses[tensors++] = address;
+    objects[tensors] = x, addresses[tensors++] = address;
     return true;
   }
 };
@@ -146,7 +138,7 @@ std::shared_ptr<Program> program_of(const py::tuple& told) {
   for (py::handle s : told[2]) {
     Step step{s.cast<LaunchStep>(), {}};
     for (const Encoding& e : std::get<7>(step.what)) step.descriptors.push_back({e, {}});
-    if (std::get<4>(step.what).size() > MOST_BYTES || std::get<5>(step.what).size() > MOST_PARAMETERS) return nullptr;
+    if (std::get<4>(step.what).size() > MOST_ARGUMENT_BYTES || std::get<5>(step.what).size() > MOST_PARAMETERS) return nullptr;
     p->steps.push_back(std::move(step));
   }
   return p->made.size() <= MOST_TENSORS && p->result < p->made.size() ? p : nullptr;
@@ -154,8 +146,8 @@ std::shared_ptr<Program> program_of(const py::tuple& told) {
 
 class CallCache : public Body {
  public:
-  CallCache(PyObject* run, PyObject* trace, const DriverFunctions& driver, const CurrentDevice& current)
-      : run_(run), trace_(trace), driver_(driver), current_(current) {
+  CallCache(PyObject* run, PyObject* trace, const LaunchFunctions& driver, std::uintptr_t encode, const CurrentDevice& current)
+      : run_(run), trace_(trace), driver_(driver), encode_(encode), current_(current) {
     Py_INCREF(run_), Py_INCREF(trace_);
   }
   ~CallCache() override { Py_DECREF(run_), Py_DECREF(trace_); }
@@ -171,7 +163,9 @@ class CallCache : public Body {
     for (Py_ssize_t k = 0; known && k < named; ++k)
       known = given.add_name(PyTuple_GET_ITEM(keywords, k)) && given.add(args[count + k]);
     PyErr_Clear();  // Python runs into the same error
-    auto plain = [&](PyObject* f) { return PyObject_Vectorcall(f, args, static_cast<std::size_t>(count), keywords); };
+    auto plain = [&](PyObject* f) -> PyObject* {
+      return close_queue() ? PyObject_Vectorcall(f, args, static_cast<std::size_t>(count), keywords) : nullptr;
+    };
     if (!known || !given.tensors) return plain(run_);
     auto found = entries_.find(given.key);
     if (found == entries_.end()) {
@@ -230,48 +224,49 @@ class CallCache : public Body {
       }
       good = raw_address_of(made[count], addresses + count);
     }
-    for (std::size_t k = 0; good && k < p.steps.size(); ++k) good = launch(p.steps[k], given.addresses, addresses, stream);
+    for (std::size_t k = 0; good && k < p.steps.size(); ++k) good = launch(p.steps[k], given, made, addresses, count, stream);
     PyObject* result = good ? Py_NewRef(made[p.result]) : nullptr;
-    while (count) Py_DECREF(made[--count]);  // their memory is reused in the order of the stream
+    while (count) Py_DECREF(made[--count]);  // the queue holds what it needs; later work of the stream reuses the rest
     return result;
   }
 
-  bool launch(Step& step, const std::int64_t* arguments, const std::int64_t* made, std::int64_t stream) const {
+  bool launch(Step& step, const Arguments& given, PyObject* const* made, const std::int64_t* addresses, std::size_t count,
+              std::int64_t stream) const {
     auto& [function, blocks, threads, shared, filled, places, pointers, encodings] = step.what;
     auto address = [&](const Pointer& p) {
       auto [source, delta, at] = p;
-      return (source < 0 ? made[-1 - source] : arguments[source]) + delta;
+      return (source < 0 ? addresses[-1 - source] : given.addresses[source]) + delta;
     };
-    alignas(DESCRIPTOR) char memory[MOST_BYTES];
-    std::memcpy(memory, filled.data(), filled.size());
+    KernelLaunch* next = next_launch(driver_, stream);
+    if (!next) return false;
+    next->function = function, next->blocks = blocks, next->threads = threads, next->shared = shared;
+    std::memcpy(next->arguments, filled.data(), filled.size());
     for (const Pointer& p : pointers) {
       std::int64_t value = address(p);
-      std::memcpy(memory + std::get<2>(p), &value, sizeof value);
+      std::memcpy(next->arguments + std::get<2>(p), &value, sizeof value);
     }
     for (Descriptor& d : step.descriptors) {
       const Pointer& p = std::get<0>(d.how);
-      if (!d.place(memory + std::get<2>(p), address(p), driver_.encode)) return false;
+      if (!d.place(next->arguments + std::get<2>(p), address(p), encode_)) return false;
     }
-    void* parameters[MOST_PARAMETERS];
-    for (std::size_t k = 0; k < places.size(); ++k) parameters[k] = memory + places[k];
-    int refused;
-    Py_BEGIN_ALLOW_THREADS
-    refused = reinterpret_cast<Launch>(driver_.launch)(reinterpret_cast<void*>(function), blocks, 1, 1, threads, 1, 1, shared,
-                                                        reinterpret_cast<void*>(stream), parameters, nullptr);
-    Py_END_ALLOW_THREADS
-    return !refused;
+    for (std::size_t k = 0; k < places.size(); ++k) next->parameters[k] = next->arguments + places[k];
+    PyObject* touched[2 * MOST_TENSORS];
+    PyObject** end = std::copy(made, made + count, std::copy(given.objects, given.objects + given.tensors, touched));
+    return !launch_next(touched, static_cast<std::size_t>(end - touched));
   }
 
   PyObject *run_, *trace_;
-  DriverFunctions driver_;
+  LaunchFunctions driver_;
+  std::uintptr_t encode_;
   CurrentDevice current_;
   std::unordered_map<Key, Entry, Hash> entries_;
 };
 
 }  // namespace
 
-std::unique_ptr<Body> call_cache(PyObject* run, PyObject* trace, const DriverFunctions& driver, const CurrentDevice& current) {
-  return std::make_unique<CallCache>(run, trace, driver, current);
+std::unique_ptr<Body> call_cache(PyObject* run, PyObject* trace, const LaunchFunctions& driver, std::uintptr_t encode,
+                                 const CurrentDevice& current) {
+  return std::make_unique<CallCache>(run, trace, driver, encode, current);
 }
 
 }  // namespace fusewright::native

@@ -13,6 +13,7 @@
 
 #include "call.h"
 #include "current_device.h"
+#include "launch_queue.h"
 
 namespace fusewright::native {
 
@@ -29,14 +30,11 @@ using Encoding = std::tuple<Pointer, int, std::vector<std::uint64_t>, std::vecto
 using LaunchStep = std::tuple<std::uintptr_t, unsigned, unsigned, unsigned, std::string, std::vector<std::size_t>,
                               std::vector<Pointer>, std::vector<Encoding>>;
 
-// Addresses of the driver's functions: cuLaunchKernel or hipModuleLaunchKernel, and cuTensorMapEncodeTiled (0: none).
-struct DriverFunctions {
-  std::uintptr_t launch, encode;
-};
-
 // call(...) -> what `run(...)` returns. The second call with arguments of the same layout is `trace(...)`, which returns the
 // result and None, or what to do from then on:
 // (device, allocations as (size, stride, dtype), launches as `LaunchStep`, which allocation is the result).
-std::unique_ptr<Body> call_cache(PyObject* run, PyObject* trace, const DriverFunctions& driver, const CurrentDevice& current);
+// `encode` is the address of cuTensorMapEncodeTiled (0: none).
+std::unique_ptr<Body> call_cache(PyObject* run, PyObject* trace, const LaunchFunctions& driver, std::uintptr_t encode,
+                                 const CurrentDevice& current);
 
 }  // namespace fusewright::native

@@ -7,13 +7,9 @@
 namespace fusewright::native {
 namespace {
 
-// cuLaunchKernel and hipModuleLaunchKernel: function, grid, block, shared bytes, stream, addresses of parameters, extra.
-using Driver = int (*)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**, void**);
-
 constexpr long DONE = 0, NOT_MINE = -1;
-constexpr std::size_t MOST = 128;  // parameters of a kernel; Python launches those with more
-constexpr std::size_t LEARNED = 16;  // sets of sizes, and variants; Python handles later ones. None is ever removed, since a launch
-                                     // reads them without the GIL
+// Python handles what comes later. None is ever removed: another thread's launch may read it.
+constexpr std::size_t MOST_SIZES = 1024, MOST_VARIANTS = 16;
 
 bool number_of(PyObject* x, char letter, std::int64_t* value) {
   if (letter != 'f' && letter != 'd') return integer_of(x, value);
@@ -27,7 +23,7 @@ bool number_of(PyObject* x, char letter, std::int64_t* value) {
 
 }  // namespace
 
-DeviceLaunch::DeviceLaunch(std::uintptr_t driver, std::uintptr_t errors, const CurrentDevice& current, PyObject* bytes)
+DeviceLaunch::DeviceLaunch(const LaunchFunctions& driver, std::uintptr_t errors, const CurrentDevice& current, PyObject* bytes)
     : driver_(driver), errors_(reinterpret_cast<const volatile std::int32_t*>(errors)), current_(current), bytes_(bytes) {
   Py_INCREF(bytes_);
 }
@@ -36,27 +32,23 @@ DeviceLaunch::~DeviceLaunch() { Py_DECREF(bytes_); }
 
 void DeviceLaunch::learn_sizes(std::vector<std::int64_t> sizes, bool wide, bool even, std::vector<unsigned> programs,
                                std::vector<std::int64_t> parts, std::int64_t bytes) {
-  if (sizes_.size() < LEARNED)
-    sizes_.push_back(
-        std::make_unique<Sizes>(Sizes{std::move(sizes), wide, even, std::move(programs), std::move(parts), bytes}));
+  if (sizes_.size() < MOST_SIZES)
+    sizes_.try_emplace(std::move(sizes), std::make_unique<Sizes>(Sizes{wide, even, std::move(programs), std::move(parts), bytes}));
 }
 
 void DeviceLaunch::learn_variant(std::int64_t device, bool wide, bool aligned, bool even, std::vector<Function> functions,
                                  std::string letters, std::uintptr_t after) {
-  if (variants_.size() < LEARNED)
+  if (variants_.size() < MOST_VARIANTS)
     variants_.push_back(std::make_unique<Variant>(
         Variant{device, wide, aligned, even, std::move(functions), std::move(letters), after}));
 }
 
-const DeviceLaunch::Sizes* DeviceLaunch::sizes_of(PyObject* given, bool* failed) const {
-  std::int64_t values[MOST];
-  std::size_t count = static_cast<std::size_t>(PyTuple_GET_SIZE(given));
-  if (count > MOST) return nullptr;
-  for (std::size_t k = 0; k < count; ++k)
-    if ((*failed = !integer_of(PyTuple_GET_ITEM(given, k), values + k))) return nullptr;
-  for (const auto& s : sizes_)
-    if (s->sizes.size() == count && !std::memcmp(s->sizes.data(), values, 8 * count)) return s.get();
-  return nullptr;
+const DeviceLaunch::Sizes* DeviceLaunch::sizes_of(PyObject* given) const {
+  std::vector<std::int64_t> values(static_cast<std::size_t>(PyTuple_GET_SIZE(given)));
+  for (std::size_t k = 0; k < values.size(); ++k)
+    if (!integer_of(PyTuple_GET_ITEM(given, k), &values[k])) return nullptr;
+  auto found = sizes_.find(values);
+  return found == sizes_.end() ? nullptr : found->second.get();
 }
 
 const DeviceLaunch::Variant* DeviceLaunch::variant_of(std::int64_t device, const Sizes& s, bool aligned) const {
@@ -70,65 +62,74 @@ const DeviceLaunch::Variant* DeviceLaunch::variant_of(std::int64_t device, const
 // after launching those before it.
 PyObject* DeviceLaunch::call(PyObject* const* args, Py_ssize_t count) {
   if (count != 3) return PyErr_Format(PyExc_TypeError, "tensors, sizes and scalars were expected");
+  long result = try_launch(args);
+  if (result != DONE && !PyErr_Occurred()) close_queue();  // Python's launches do not wait
+  return PyErr_Occurred() ? nullptr : PyLong_FromLong(result);
+}
+
+long DeviceLaunch::try_launch(PyObject* const* args) const {
   bool tuples = PyTuple_CheckExact(args[0]) && PyTuple_CheckExact(args[1]) && PyTuple_CheckExact(args[2]);
-  if (!tuples || !PyTuple_GET_SIZE(args[0]) || (errors_ && *errors_)) return PyLong_FromLong(NOT_MINE);
-  bool failed = false;
-  const Sizes* s = sizes_of(args[1], &failed);
-  if (!s) return failed ? nullptr : PyLong_FromLong(NOT_MINE);
+  if (!tuples || !PyTuple_GET_SIZE(args[0]) || (errors_ && *errors_)) return NOT_MINE;
+  const Sizes* s = sizes_of(args[1]);
+  if (!s) return NOT_MINE;
   std::int64_t device, current;
-  if (!device_of(PyTuple_GET_ITEM(args[0], 0), &device) || !current_.index(&current)) return nullptr;
-  if (device != current) return PyLong_FromLong(NOT_MINE);
+  if (!device_of(PyTuple_GET_ITEM(args[0], 0), &device) || !current_.index(&current)) return NOT_MINE;
+  if (device != current) return NOT_MINE;
   std::vector<std::int64_t> values;
   std::int64_t joined = 0;
   Py_ssize_t tensors = PyTuple_GET_SIZE(args[0]);
   values.reserve(static_cast<std::size_t>(tensors + PyTuple_GET_SIZE(args[1]) + PyTuple_GET_SIZE(args[2])) + 3);
   for (Py_ssize_t k = 0; k < tensors; ++k) {
     std::int64_t address;
-    if (!address_of(PyTuple_GET_ITEM(args[0], k), &address)) return nullptr;
+    if (!address_of(PyTuple_GET_ITEM(args[0], k), &address)) return NOT_MINE;
     values.push_back(address), joined |= address;
   }
   const Variant* v = variant_of(device, *s, !(joined & 15));
-  if (!v) return PyLong_FromLong(NOT_MINE);
+  if (!v) return NOT_MINE;
   for (int group : {2, 1})
     for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(args[group]); ++k) {
       std::int64_t value = 0;
       char letter = values.size() < v->letters.size() ? v->letters[values.size()] : 'q';
-      if (!number_of(PyTuple_GET_ITEM(args[group], k), letter, &value)) return nullptr;
+      if (!number_of(PyTuple_GET_ITEM(args[group], k), letter, &value)) return NOT_MINE;
       values.push_back(value);
     }
-  return launch(*v, *s, values);
+  return launch(*v, *s, values, args[0]);
 }
 
-PyObject* DeviceLaunch::launch(const Variant& v, const Sizes& s, std::vector<std::int64_t>& values) const {
-  if (values.size() != v.letters.size() || v.functions.size() != s.programs.size() || values.size() + s.parts.size() + 3 > MOST)
-    return PyLong_FromLong(NOT_MINE);
+long DeviceLaunch::launch(const Variant& v, const Sizes& s, std::vector<std::int64_t>& values, PyObject* tensors) const {
+  if (values.size() != v.letters.size() || v.functions.size() != s.programs.size() ||
+      values.size() + s.parts.size() + 3 > MOST_PARAMETERS)
+    return NOT_MINE;
   std::int64_t stream;
-  if (!current_.stream(v.device, &stream)) return nullptr;
+  if (!current_.stream(v.device, &stream)) return NOT_MINE;
   if (v.after) values.push_back(static_cast<std::int64_t>(v.after));
-  PyObject* workspace = nullptr;  // held until the launches are queued: the allocator gives it only to later work of the stream
+  PyObject** first = &PyTuple_GET_ITEM(tensors, 0);
+  std::vector<PyObject*> touched(first, first + PyTuple_GET_SIZE(tensors));
+  PyObject* workspace = nullptr;  // held until it is launched: the allocator gives it only to later work of the stream
   if (s.bytes) {
     PyObject *size = Py_BuildValue("(L)", static_cast<long long>(s.bytes)), *one = size ? Py_BuildValue("(i)", 1) : nullptr;
     workspace = one ? current_.empty(size, one, bytes_) : nullptr;
     Py_XDECREF(size), Py_XDECREF(one);
     std::int64_t base;
-    if (!workspace || !address_of(workspace, &base)) return Py_XDECREF(workspace), nullptr;
+    if (!workspace || !address_of(workspace, &base)) return Py_XDECREF(workspace), NOT_MINE;
     for (std::int64_t offset : s.parts) values.push_back(base + offset);
+    touched.push_back(workspace);
   }
   values.push_back(0), values.push_back(0);  // scratch memory, which these kernels do not use
-  void* parameters[MOST];
-  for (std::size_t k = 0; k < values.size(); ++k) parameters[k] = &values[k];
   long result = DONE;
-  auto* driver = reinterpret_cast<Driver>(driver_);
-  Py_BEGIN_ALLOW_THREADS
   for (std::size_t k = 0; k < s.programs.size() && result == DONE; ++k) {
-    auto [function, threads, shared] = v.functions[k];
-    if (s.programs[k] && driver(reinterpret_cast<void*>(function), s.programs[k], 1, 1, threads, 1, 1, shared,
-                                reinterpret_cast<void*>(stream), parameters, nullptr))
-      result = s.bytes ? 1 : static_cast<long>(k) + 1;  // Python has another workspace, so it repeats all
+    if (!s.programs[k]) continue;
+    KernelLaunch* next = next_launch(driver_, stream);
+    if (!next) break;
+    std::tie(next->function, next->threads, next->shared) = v.functions[k];
+    next->blocks = s.programs[k];
+    std::memcpy(next->arguments, values.data(), 8 * values.size());
+    for (std::size_t i = 0; i < values.size(); ++i) next->parameters[i] = next->arguments + 8 * i;
+    if (int refused = launch_next(touched.data(), touched.size()); refused < 0) break;
+    else if (refused) result = s.bytes ? 1 : static_cast<long>(k) + 1;  // Python has another workspace, so it repeats all
   }
-  Py_END_ALLOW_THREADS
   Py_XDECREF(workspace);
-  return PyLong_FromLong(result);
+  return result;
 }
 
 }  // namespace fusewright::native

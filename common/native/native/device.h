@@ -5,10 +5,13 @@
 #include <memory>
 #include <string>
 #include <tuple>
+#include <unordered_map>
 #include <vector>
 
 #include "call.h"
 #include "current_device.h"
+#include "hash.h"
+#include "launch_queue.h"
 
 namespace fusewright::native {
 
@@ -19,7 +22,7 @@ using Function = std::tuple<std::uintptr_t, unsigned, unsigned>;
 class DeviceLaunch : public Body {
  public:
   // `bytes` is the type of a workspace's elements.
-  DeviceLaunch(std::uintptr_t driver, std::uintptr_t errors, const CurrentDevice& current, PyObject* bytes);
+  DeviceLaunch(const LaunchFunctions& driver, std::uintptr_t errors, const CurrentDevice& current, PyObject* bytes);
   ~DeviceLaunch() override;
   // `parts` are offsets into a workspace of `bytes`, whose addresses follow the other parameters.
   void learn_sizes(std::vector<std::int64_t> sizes, bool wide, bool even, std::vector<unsigned> programs,
@@ -30,7 +33,6 @@ class DeviceLaunch : public Body {
 
  private:
   struct Sizes {
-    std::vector<std::int64_t> sizes;
     bool wide, even;
     std::vector<unsigned> programs;
     std::vector<std::int64_t> parts;
@@ -43,15 +45,17 @@ class DeviceLaunch : public Body {
     std::string letters;  // types of the given parameters: q 8 bytes, i 4 bytes, f and d floats
     std::uintptr_t after;  // one more parameter after them; 0 for none
   };
-  const Sizes* sizes_of(PyObject* sizes, bool* failed) const;
+  const Sizes* sizes_of(PyObject* sizes) const;  // an error may be set
   const Variant* variant_of(std::int64_t device, const Sizes& sizes, bool aligned) const;
-  PyObject* launch(const Variant& v, const Sizes& s, std::vector<std::int64_t>& values) const;
+  // What `call` returns; an error may be set.
+  long try_launch(PyObject* const* args) const;
+  long launch(const Variant& v, const Sizes& s, std::vector<std::int64_t>& values, PyObject* tensors) const;
 
-  std::uintptr_t driver_;
+  LaunchFunctions driver_;
   const volatile std::int32_t* errors_;
   CurrentDevice current_;
   PyObject* bytes_;
-  std::vector<std::unique_ptr<Sizes>> sizes_;
+  std::unordered_map<std::vector<std::int64_t>, std::unique_ptr<Sizes>, Hash> sizes_;
   std::vector<std::unique_ptr<Variant>> variants_;
 };
 

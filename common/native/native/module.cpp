@@ -2,9 +2,12 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <array>
+
 #include "call_cache.h"
 #include "device.h"
 #include "launch.h"
+#include "launch_queue.h"
 #include "replay.h"
 #include "tensor.h"
 #include "watch.h"
@@ -23,7 +26,7 @@ py::object callable(std::unique_ptr<Body> body) {
 // The Python side of a `DeviceLaunch`: `launch` is the callable, the other methods register what it may handle itself.
 class Device {
  public:
-  Device(std::uintptr_t driver, std::uintptr_t errors, const CurrentDevice& current, const py::object& bytes) {
+  Device(const LaunchFunctions& driver, std::uintptr_t errors, const CurrentDevice& current, const py::object& bytes) {
     auto body = std::make_unique<DeviceLaunch>(driver, errors, current, bytes.ptr());
     body_ = body.get();
     call = callable(std::move(body));
@@ -35,9 +38,23 @@ class Device {
   DeviceLaunch* body_;  // lives as long as `call`
 };
 
+// See `LaunchFunctions`.
+using Addresses = std::array<std::uintptr_t, 8>;
+
+LaunchFunctions functions(const Addresses& a) { return {a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7]}; }
+
+struct OpenQueue : Body {
+  PyObject* call(PyObject* const*, Py_ssize_t) override { return open_queue(), Py_NewRef(Py_None); }
+};
+
+struct CloseQueue : Body {
+  PyObject* call(PyObject* const*, Py_ssize_t) override { return close_queue() ? Py_NewRef(Py_None) : nullptr; }
+};
+
 }  // namespace
 
 PYBIND11_MODULE(_core, m) {
+  m.attr("INTERFACE") = 2;  // grows with each change of what follows
   m.attr("Call") = py::reinterpret_steal<py::object>(make_type());
   m.def("bind_tensors", [](const py::object& tensor_class, const py::object& parameter_class, const py::object& without_memory,
                            const Queries& queries) {
@@ -51,8 +68,12 @@ PYBIND11_MODULE(_core, m) {
       .def(py::init([](const py::object& device, const py::object& stream, const py::object& empty) {
     return std::make_unique<CurrentDevice>(device.ptr(), stream.ptr(), empty.ptr());
   }), py::arg("device"), py::arg("stream"), py::arg("empty"));
-  m.def("call_cache", [](const py::object& run, const py::object& trace, std::uintptr_t launch, std::uintptr_t encode,
-                         const CurrentDevice& current) { return callable(call_cache(run.ptr(), trace.ptr(), {launch, encode}, current)); });
+  m.def("call_cache", [](const py::object& run, const py::object& trace, const Addresses& driver, std::uintptr_t encode,
+                         const CurrentDevice& current) {
+    return callable(call_cache(run.ptr(), trace.ptr(), functions(driver), encode, current));
+  });
+  m.attr("open_queue") = callable(std::make_unique<OpenQueue>());
+  m.attr("close_queue") = callable(std::make_unique<CloseQueue>());
   using Node = std::tuple<std::uintptr_t, py::bytes, std::size_t>;
   using Copied = std::vector<std::pair<Py_ssize_t, Node>>;
   using Returned = std::vector<std::tuple<Node, py::object, py::object, py::object>>;
@@ -83,8 +104,9 @@ PYBIND11_MODULE(_core, m) {
   m.def("same_ids", [same](const py::tuple& containers, const py::tuple& entries) { return same(containers, entries, true); });
   m.def("words", [](const std::vector<std::pair<std::uintptr_t, int>>& places) { return callable(words(places)); });
   py::class_<Device>(m, "Device")
-      .def(py::init<std::uintptr_t, std::uintptr_t, const CurrentDevice&, const py::object&>(), py::arg("driver"), py::arg("errors"),
-           py::arg("current"), py::arg("bytes"))
+      .def(py::init([](const Addresses& driver, std::uintptr_t errors, const CurrentDevice& current, const py::object& bytes) {
+    return std::make_unique<Device>(functions(driver), errors, current, bytes);
+  }), py::arg("driver"), py::arg("errors"), py::arg("current"), py::arg("bytes"))
       .def_readonly("launch", &Device::call)
       .def("learn_sizes", [](Device& d, std::vector<std::int64_t> sizes, bool wide, bool even,
                              std::vector<unsigned> programs, std::vector<std::int64_t> parts, std::int64_t bytes) {

@@ -97,7 +97,7 @@ bool bind_tensors(PyObject* tensor_class, PyObject* parameter_class, PyObject* w
   if (!nothing) return false;
   Py_INCREF(tensor_class), Py_INCREF(parameter_class), Py_INCREF(without_memory);
   auto [address, counter, offset, layout] = queries;
-  own_layout = layout.size() == 5 ? layout : std::vector<std::uintptr_t>();
+  own_layout = layout.size() == 6 ? layout : std::vector<std::uintptr_t>();
   own_address = reinterpret_cast<int (*)(void*, void**)>(address), inside = offset;
   own_version = reinterpret_cast<std::int64_t (*)(const void*)>(counter);
   tensors = reinterpret_cast<PyTypeObject*>(tensor_class), parameters = parameter_class, on_null = without_memory;
@@ -144,6 +144,11 @@ bool raw_address_of(PyObject* tensor, std::int64_t* address) {
 bool address_of(PyObject* tensor, std::int64_t* address) {
   if (!raw_address_of(tensor, address)) return false;
   return *address || take_integer(PyObject_CallOneArg(on_null, tensor), address);
+}
+
+std::int64_t bytes_of(PyObject* tensor) {
+  std::int64_t bytes;
+  return !own_layout.empty() && is_plain_tensor(tensor) && ask(5, tensor, &bytes) ? bytes : 1ll << 40;
 }
 
 bool device_of(PyObject* tensor, std::int64_t* device) {

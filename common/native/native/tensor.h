@@ -13,7 +13,7 @@ namespace fusewright::native {
 // Set the classes of tensors and of parameters, and `without_memory(tensor)`, which returns a replacement for a null address or
 // raises. False with an error set.
 // `queries` are torch's C functions for the address and the version of a tensor, and where their argument lies in a Python tensor;
-// zeros for none. Then those for the number of dimensions, sizes, strides, dtype and index of the device, or none. See
+// zeros for none. Then those for the number of dimensions, sizes, strides, dtype, index of the device and bytes of memory, or none. See
 // `tensor_queries` of the package's file of private names.
 using Queries = std::tuple<std::uintptr_t, std::uintptr_t, std::size_t, std::vector<std::uintptr_t>>;
 bool bind_tensors(PyObject* tensor_class, PyObject* parameter_class, PyObject* without_memory, const Queries& queries);
@@ -25,6 +25,9 @@ bool address_of(PyObject* tensor, std::int64_t* address);
 
 // The same, but a null address is kept.
 bool raw_address_of(PyObject* tensor, std::int64_t* address);
+
+// Bytes of the memory that the tensor is in or a view of, very many if torch does not say.
+std::int64_t bytes_of(PyObject* tensor);
 
 // The index of the tensor's device, -1 on the host.
 bool device_of(PyObject* tensor, std::int64_t* device);

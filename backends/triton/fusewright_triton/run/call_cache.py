@@ -43,7 +43,7 @@ def cached(run: Callable[..., Any]) -> Callable[..., Any]:
 @functools.cache
 def _cached(run: Callable[..., Any]) -> Callable[..., Any]:
     d = driver("cuda" if torch.version.hip is None else "hip")
-    return native.call_cache(run, functools.partial(traced, run), d.launch_address(), d.encode_address()) or run
+    return native.call_cache(run, functools.partial(traced, run), d.launch_functions(), d.encode_address()) or run
 
 
 def traced(run: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, ...] | None]:

@@ -15,6 +15,8 @@ from typing import Any, Literal
 
 import torch
 
+from fusewright.plan.native import LaunchFunctions
+
 MAX_DYNAMIC_SHARED = 8
 """CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, and its HIP counterpart."""
 DEFAULT_SHARED = 48 * 1024
@@ -91,9 +93,12 @@ class Driver:
         launch: Callable[..., int] = self._launch
         return launch
 
-    def launch_address(self) -> int:
-        """Return the address of the launcher's function, for callers that do without ctypes."""
-        return ctypes.cast(self._launch, ctypes.c_void_p).value or 0
+    def launch_functions(self) -> LaunchFunctions:
+        """Return the addresses of the functions that launch kernels, for callers that do without ctypes."""
+        launch = ctypes.cast(self._launch, ctypes.c_void_p).value or 0
+        queue = _QUEUE if self.kind == "cuda" and all(hasattr(self.lib, name) for name in _QUEUE) else ()
+        first, *others = (launch, *map(self.address, queue), *[0] * (len(_QUEUE) - len(queue)))
+        return first, *others  # type: ignore[return-value]  # eight of them
 
     def encode_address(self) -> int:
         """Return the address of the function that `describe` calls; 0 where there are no descriptors."""
@@ -149,6 +154,12 @@ def encoding(
     element = _ELEMENTS.get(how["elem_type"], how["elem_type"])
     return element, list(reversed(shape)), steps, list(reversed(how["block_size"])), how["swizzle"]
 
+
+_QUEUE = (
+    "cuCtxGetCurrent", "cuStreamIsCapturing", "cuGraphCreate", "cuGraphAddKernelNode_v2", "cuGraphInstantiateWithFlags",
+    "cuGraphExecKernelNodeSetParams_v2", "cuGraphLaunch",
+)  # fmt: skip
+"""Functions of graphs that launches in a row are made of (CUDA 12). HIP's have other structures."""
 
 _NAMES = {
     "cuda": (

@@ -98,12 +98,21 @@ class _Bound:
     parts_at: int
 
 
+def _not_launched(*_: Any) -> int:
+    """Let Python launch, after what is queued."""
+    if (queue := native.launch_queue()) is not None:
+        queue.close()
+    return NOT_LAUNCHED
+
+
 class GpuLauncher:
     """`launcher(tensors, sizes, scalars)` launches on torch's current stream. See `runtime` for its guarantees.
 
     Variants of the code (unaligned addresses, offsets beyond 32 bits) are built when they are first needed.
     Concurrent launches from several threads each get their own arguments.
     """
+
+    queues = True  # what it launches by itself waits for nobody's queue: see `native.queues`
 
     def __init__(self, kernel: Kernel, target: Target, variant: Callable[[Variant], Built]) -> None:
         self.kernel, self.target, self._variant = kernel, target, variant
@@ -112,7 +121,7 @@ class GpuLauncher:
         self._sizes: dict[tuple[int, ...], _Sizes] = {}
         self._reports = any(n.op == "bound" for n in kernel.nodes())
         self._native: Any | None = None
-        self._fast: Callable[..., int] = lambda *_: NOT_LAUNCHED
+        self._fast: Callable[..., int] = _not_launched
 
     def __call__(
         self,
@@ -184,7 +193,7 @@ class GpuLauncher:
         """Let the native launcher launch this code itself."""
         if self._native is None:
             d = driver(self.target.triton)
-            self._native = native.device_launch(d.launch_address(), errors().address if self._reports else 0)
+            self._native = native.device_launch(d.launch_functions(), errors().address if self._reports else 0)
             if self._native is None:
                 return
             self._fast = self._native.launch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,8 @@ from fusewright.plan.build import Plan, operator_of
 from fusewright.plan.execute.firstrun import Check
 from fusewright.plan.execute.frame import Frame, Frames, bits, entry, fail
 from fusewright.plan.execute.prepare import PreparedCache
+from fusewright.plan.execute.queued import queued
+from fusewright.plan.execute.views import is_view, with_views
 from fusewright.plan.ir import Bound, Call, CallPython, Instruction, Launch, Ref, reads
 from fusewright.plan.labels import labeler
 from fusewright.plan.memory import Placement
@@ -96,7 +99,8 @@ def _call(i: Call | CallPython, names: Names) -> str:
 
 
 class _Launches:
-    """Write the launches of a plan, and collect what a frame must hold for them. `bound`: launch also the calls that can be."""
+    """Write the launches of a plan, and collect what a frame must hold for them. `bound`: launch also the calls that can be,
+    and make views without torch."""
 
     def __init__(
         self, plan: Plan, placement: Placement, kernels: Mapping[str, KernelCode], names: Names, core: Any | None = None,
@@ -104,13 +108,15 @@ class _Launches:
     ) -> None:  # fmt: skip
         self.plan, self.placement, self.kernels, self.names, self.core = plan, placement, kernels, names, core
         self.bound: Mapping[int, Bound] = placement.bound if bound else {}
+        self.direct = bound
+        self.home = _home(plan)
         self.blocks: dict[int, list[Any]] = {}
         self._shared: dict[Hashable, tuple[str, str]] = {}
         self._types: dict[Any, str] = {}
 
     def lines(self, i: Launch, framed: bool) -> list[str]:
         """Allocate the outputs, then call; `framed` if a frame holds the argument blocks."""
-        made, code = [self._allocate(o) for o in i.outs], self.kernels[i.kernel]
+        made, code = [self._allocate(o, framed) for o in i.outs], self.kernels[i.kernel]
         if not framed or code.address is None:
             return [*made, self._python(i)]
         tensors = (*i.inputs, *map(Ref, i.outs))
@@ -125,7 +131,7 @@ class _Launches:
         bound = self.bound.get(i.outs[0]) if framed and i.outs else None
         if bound is None:
             return [text]
-        out, made = f"v{i.outs[0]}", self._allocate(i.outs[0])
+        out, made = f"v{i.outs[0]}", self._allocate(i.outs[0], framed)
         launch = self._native(bound.code, bound.words, len(bound.words))
         if not bound.types:
             return [made, *launch]
@@ -141,14 +147,17 @@ class _Launches:
             self._types[dtype] = self.names.object("type", dtype)
         return self._types[dtype]
 
-    def _allocate(self, out: int) -> str:
+    def _allocate(self, out: int, framed: bool) -> str:
         if out in self.placement.onto:
             return f"v{out} = v{self.placement.onto[out]}"
         if out in self.placement.offset:
             return f"v{out} = frame.v{out}"
         spec = self.plan.specs[out]
+        sizes = f"{_sizes(spec.shape)}, {_sizes(spec.stride)}, "
+        if framed and self.direct and spec.device == self.home:
+            return f"v{out} = allocate({sizes}{spec.dtype})"
         device = "" if spec.device == HOST else f", device={spec.device!r}"
-        return f"v{out} = empty_strided({_sizes(spec.shape)}, {_sizes(spec.stride)}, dtype={spec.dtype}{device})"
+        return f"v{out} = empty_strided({sizes}dtype={spec.dtype}{device})"
 
     def _python(self, i: Launch) -> str:
         tensors = [f"v{v}" for v in (*(r.id for r in i.inputs), *i.outs)]
@@ -209,19 +218,40 @@ class _Launches:
         return lambda: Frame(self.placement.arena_bytes, self.placement.device, places, self.blocks)
 
 
+def _home(plan: Plan) -> str:
+    """The device of most results of launches."""
+    devices = Counter(plan.specs[o].device for i in plan.instructions if isinstance(i, Launch) for o in i.outs)
+    return devices.most_common(1)[0][0] if devices else HOST
+
+
+def _allocation(device: str) -> Callable[[], Callable[..., torch.Tensor]]:
+    """What gives a call the fastest function that allocates sizes, strides and a type on a device."""
+    if device == HOST:
+        return lambda: compat.empty_strided_on_host
+
+    def anywhere(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+    kind, index = torch.device(device).type, torch.device(device).index
+    if kind != "cuda":
+        return lambda: anywhere
+    return lambda: compat.empty_strided_on_device if index in (None, compat.current_device()) else anywhere
+
+
 def _sizes(sizes: Sequence[Size]) -> str:
     return "(" + "".join(f"{s}, " if isinstance(s, int) else f"{text_of_size(s.expr)}, " for s in sizes) + ")"
 
 
 class _Symbols:
-    """Define the size symbols used by launches, from shapes and values of the inputs, and from results with data-dependent
-    sizes."""
+    """Define the size symbols used by launches and views, from shapes and values of the inputs, and from results with
+    data-dependent sizes."""
 
-    def __init__(self, plan: Plan, bound: Mapping[int, Bound]) -> None:
+    def __init__(self, plan: Plan, instructions: Sequence[Instruction], bound: Mapping[int, Bound]) -> None:
         self._plan = plan
-        launches = (i for i in plan.instructions if isinstance(i, Launch))
+        launches = (i for i in instructions if isinstance(i, Launch))
         self._open = {n for i in launches for n in _mentioned(plan, i.outs, (*i.sizes, *i.scalars))}
         self._open |= {n for out, b in bound.items() for n in _mentioned(plan, (out,), b.words)}
+        self._open |= {n for i in instructions if is_view(i) for n in _mentioned(plan, i.outs, ())}
 
     def of(self, ids: Iterable[int]) -> list[str]:
         """Definitions that become possible once these values exist."""
@@ -276,23 +306,24 @@ Label = Callable[[Instruction], str]
 
 def _body(
     plan: Plan, instructions: Sequence[Instruction], keep: set[int], names: Names, launches: _Launches,
-    checked: Container[int] = (), framed: bool = True, symbols: _Symbols | None = None, observed: bool = False,
-    label: Label | None = None,
+    checked: Container[int] = (), symbols: _Symbols | None = None, observed: bool = False, label: Label | None = None,
+    queues: Sequence[range] = (), framed: bool = True,
 ) -> list[str]:  # fmt: skip
-    """Code lines for instructions. `checked`: values whose metadata the first run compares, after eager's calls."""
+    """Code lines for instructions. `checked`: values whose metadata the first run compares, after eager's calls. `queues`: runs of
+    instructions whose launches are queued."""
+    opens, closes = {r.start for r in queues}, {r.stop for r in queues}
     dead = _last_reads(instructions, keep)
     lines: list[str] = []
     asserted: dict[int, str] = {}
     for k, i in enumerate(instructions):
+        lines += ["    close_queue()"] * (k in closes) + ["    open_queue()"] * (k in opens)
         if asserted and any(o in plan.specs for o in i.outs):  # the graph's own assertions come first: their messages are eager's
             lines += [asserted.pop(r) for r in set(reads(i)) & asserted.keys()]
-        written = launches.lines(i, framed) if isinstance(i, Launch) else [_call(i, names)]
-        if isinstance(i, Call):
-            written = launches.of_call(i, written[0], framed)
+        written = _instruction(i, plan, names, launches, framed)
         written[0] += _comment(plan, i)
         lines += [f"    {line}" for line in (_marked(written, names.object("label", label(i))) if label else written)]
         checks = {} if isinstance(i, Launch) else {o: f"    check({{{o}: v{o}}})" for o in i.outs if o in checked}
-        if symbols is not None and isinstance(i, Call):
+        if symbols is not None and isinstance(i, Call) and not is_view(i):
             asserted |= {o: "\n".join([line, *_pop(checks, o)]) for o, line in _asserted(plan, i)}
         lines += checks.values()
         if observed:
@@ -302,7 +333,21 @@ def _body(
         if k in dead:
             lines += [asserted.pop(r) for r in dead[k] if r in asserted]
             lines.append("    del " + ", ".join(f"v{r}" for r in sorted(dead[k])))
+    lines += ["    close_queue()"] * (len(instructions) in closes)
     return [*lines, *asserted.values()]
+
+
+def _instruction(i: Instruction, plan: Plan, names: Names, launches: _Launches, framed: bool) -> list[str]:
+    if isinstance(i, Launch):
+        return launches.lines(i, framed)
+    if isinstance(i, CallPython):
+        return [_call(i, names)]
+    return [_view(plan, i)] if is_view(i) else launches.of_call(i, _call(i, names), framed)
+
+
+def _view(plan: Plan, i: Call) -> str:
+    (out,), (base, offset) = i.outs, i.args
+    return f"v{out} = view(v{base.id}, {_sizes(plan.specs[out].shape)}, {_sizes(plan.specs[out].stride)}, {offset})"
 
 
 def _marked(lines: Sequence[str], label: str) -> list[str]:
@@ -352,14 +397,18 @@ def source(
         left = f"{', '.join(f'v{i}' for i in plan.prepare_outputs)}, = " if plan.prepare_outputs else ""
         lines.append(f"    {left}prepared({', '.join(f'v{i}' for i in plan.prepare_inputs)})")
     keep = {r.id for r in plan.outputs if isinstance(r, Ref)} | set(plan.attributes)
-    symbols = _Symbols(plan, launches.bound)
-    given = symbols.of(plan.inputs)
+    alone = checked or observed or label is not None  # each instruction is looked at
+    instructions = plan.instructions if alone or not launches.direct else with_views(plan)
+    symbols = _Symbols(plan, instructions, launches.bound)
+    lines += symbols.of(plan.inputs)
     start = ["    observe(-1, ())"] if observed else []
     traced = plan.specs if checked else ()
-    body = _body(plan, plan.instructions, keep, names, launches, traced, symbols=symbols, observed=observed, label=label)
+    queues = () if alone or native.launch_queue() is None else tuple(queued(instructions, launches.kernels, function_of))
+    body = _body(plan, instructions, keep, names, launches, traced, symbols, observed, label, queues)
     if launches.bound or any(isinstance(i, Launch) for i in plan.instructions):
         workers = ["    workers = count_workers()"] if launches.blocks and plan.policy.workers else []
-        lines += [*given, "    frame = frames.take()", *workers, *start, *body]
+        allocate = ["    allocate = allocation()"] if launches.direct else []
+        lines += ["    frame = frames.take()", *allocate, *workers, *start, *body]
         lines.append("    frames.give_back(frame)")
     else:
         lines += [*start, *body]
@@ -376,12 +425,16 @@ def load(
     names, launches, text = _written(plan, kernels or {}, native.extension(), checked, observe is not None)
     names.space.update({f"v{i}": value for i, (_, value) in plan.attributes.items()})
     names.space.update(frames=Frames(launches.frame()), fail=fail, empty_strided=torch.empty_strided)
+    names.space.update(allocation=_allocation(launches.home), view=compat.view_of_memory)
     names.space.update(count_workers=plan.policy.workers, sized=sized, without_memory=without_memory, check=Check(plan))
     names.space.update(observe=observe, limited=plan.policy.limit)
     names.space.update(profiling=compat.profiler_flag(), profiled=_profiled(plan, kernels or {}, checked, names.space))
     asking = text.replace(*_ASKS) if observe is None else text  # with `observe`, each instruction is reported anyway
     if plan.alone and plan.policy.limit is not None:
-        asking = asking.replace(*_RUNS) + _ALONE
+        asking = asking.replace(_RUN, "def crew(args):") + _ALONE
+    if (queue := native.launch_queue()) is not None and "open_queue()" in text:
+        names.space.update(open_queue=queue.open, close_queue=queue.close)
+        asking = asking.replace(_RUN, "def queued(args):") + _QUEUED
     exec(compile(asking, f"<fusewright plan {id(plan):x}>", "exec"), names.space)
     if plan.prepare:
         if prepared is not None and checked:
@@ -410,7 +463,16 @@ _ASKS = "def run(args):\n", f"def run(args):\n    if profiling({compat.PROFILING
 """The check for a profiler at the start of every plan: a dict lookup, some 20 nanoseconds."""
 
 
-_RUNS = "def run(args):", "def crew(args):"
+_RUN = "def run(args):"
+
+_QUEUED = """
+def run(args):
+    try:
+        return queued(args)
+    finally:
+        close_queue()
+"""
+"""What was queued is launched when an instruction raises, too."""
 
 _ALONE = """
 def run(args):

@@ -292,7 +292,7 @@ def _remove(alive: list[bool], last: list[Prepared]) -> None:
 
 
 def _unowned(w: torch.Tensor) -> torch.Tensor:
-    plain = w.device.type in compat.FROM_A_POINTER and not lazy(w) and type(w.data) is torch.Tensor
+    plain = w.device.type in ("cpu", "cuda") and not lazy(w) and type(w.data) is torch.Tensor
     return compat.unowned(w) if plain else w.data
 
 

@@ -70,8 +70,8 @@ class Recorder:
     def relaunch(self, name: str, *_: Any) -> None:
         raise RuntimeError(f"cannot launch {name}")
 
-    def launch_address(self) -> int:
-        return ctypes.cast(self._launch, ctypes.c_void_p).value or 0
+    def launch_functions(self) -> native.LaunchFunctions:
+        return ctypes.cast(self._launch, ctypes.c_void_p).value or 0, 0, 0, 0, 0, 0, 0, 0
 
     def encode_address(self) -> int:
         return ctypes.cast(self._encode, ctypes.c_void_p).value or 0

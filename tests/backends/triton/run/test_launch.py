@@ -46,7 +46,7 @@ class Recorder:
         self.launches.append((function, gx, threads, rest[2], rest[3], values))
         return self.result
 
-    def launch_address(self) -> int:
+    def launch_functions(self) -> native.LaunchFunctions:
         """Return the address of a C function that records as `launch` does, and counts its calls."""
 
         def by_address(function: int, *rest: Any) -> int:
@@ -54,7 +54,7 @@ class Recorder:
             return self.launch(function, *rest[:8], (ctypes.c_void_p * len(self.types)).from_address(rest[8]), None)
 
         self._kept = PROTOTYPE(by_address)
-        return ctypes.cast(self._kept, ctypes.c_void_p).value or 0
+        return ctypes.cast(self._kept, ctypes.c_void_p).value or 0, 0, 0, 0, 0, 0, 0, 0
 
     def relaunch(self, name: str, *arguments: Any) -> None:
         raise RuntimeError(f"cannot launch {name}: {self.launch(*arguments)}")
