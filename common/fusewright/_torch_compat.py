@@ -21,8 +21,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree  # noqa: F401  a private name that others import from here
 
 LITERAL = "_tensor_constant"  # how AOTAutograd's names of literals begin
-DYNAMO = "torch._dynamo"
-"""The import done by a process's first compilation: a second of a core. Import it once before forking many processes."""
+DYNAMO = "torch._dynamo"  # imported by a process's first compilation: a second of a core. Before forking many, import it once
 
 _Compiler = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
 
@@ -76,10 +75,6 @@ def _resizing_whole() -> Iterator[None]:
         for p, kernels in zip(packets, before, strict=True):
             p.vec.py_kernels.update(kernels)
             p.vec._dispatch_cache.clear()
-
-
-SHARED_ELEMENTS = "more than one element of the written-to tensor refers to a single memory location"
-"""AOTAutograd's message for a graph that writes into an expanded input."""
 
 
 def static_input_indices() -> frozenset[int]:
@@ -305,13 +300,6 @@ def op_database() -> Any:
     from torch.testing._internal.common_methods_invocations import op_db
 
     return op_db
-
-
-def is_elementwise_entry(op: Any) -> bool:
-    """Whether an entry of the database is an elementwise operator of one or two tensors."""
-    from torch.testing._internal.common_methods_invocations import BinaryUfuncInfo, UnaryUfuncInfo
-
-    return isinstance(op, UnaryUfuncInfo | BinaryUfuncInfo)
 
 
 def register_quantized_decomposed() -> None:
@@ -648,6 +636,19 @@ def around_compilations(start: Callable[[Any], None], end: Callable[[Any], None]
         handler.register_start_callback(start)
         handler.register_end_callback(end)
     return known
+
+
+def read_no_masks() -> None:
+    """Let Dynamo, if it is imported, trace `torch.nn.Transformer` without reading its masks, where its graph would break: eager
+    only asks whether they are causal, and they are applied in any case."""
+    if DYNAMO in sys.modules:
+        _read_no_masks()
+
+
+@functools.cache
+def _read_no_masks() -> None:
+    found = torch.nn.modules.transformer._detect_is_causal_mask
+    torch.compiler.substitute_in_graph(found, skip_signature_check=True)(lambda mask, is_causal=None, size=None: is_causal is True)
 
 
 def real_tensors() -> Any:

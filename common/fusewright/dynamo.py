@@ -39,7 +39,7 @@ class Entry:
         options: Mapping[str, Any] | None = None,
         mode: str | None = None,
     ) -> Callable[..., Any]:
-        _pause_gc_while_tracing()  # again after a reset
+        _prepare_dynamo()  # again after a reset
         with gc_paused():  # including the imports
             run = partial(compile_dynamo, self.name, options=options, mode=mode)
             if result := compat.saved_result():
@@ -60,7 +60,7 @@ class Entry:
 @cache
 def entry(name: str) -> Entry:
     """What a package registers under `torch_dynamo_backends` for its own backend `name`: a callable."""
-    _pause_gc_while_tracing()
+    _prepare_dynamo()
     return Entry(name)
 
 
@@ -188,8 +188,9 @@ _pause = contextlib.ExitStack()
 """The context that ends with the compilation in progress."""
 
 
-def _pause_gc_while_tracing() -> None:
-    """Let the collector rest from a compilation's start, before its graph reaches a backend."""
+def _prepare_dynamo() -> None:
+    """What tracing needs, before a graph reaches a backend: the collector rests from a compilation's start."""
+    compat.read_no_masks()
     compat.around_compilations(_compilation_starts, _compilation_ends)
 
 

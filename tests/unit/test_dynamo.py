@@ -102,3 +102,23 @@ def test_copies_of_an_entry_point_are_the_same() -> None:
     one = dynamo.entry("fusewright_null")
     assert copy.deepcopy(one) is one and pickle.loads(pickle.dumps(one)) is one
     assert one.__name__ == "fusewright_null"
+
+
+@pytest.mark.parametrize("masks", [("tgt_mask",), ("tgt_mask", "src_mask", "tgt_key_padding_mask", "memory_key_padding_mask")])
+@pytest.mark.parametrize("training", [False, True])
+def test_masks_of_a_transformer_are_not_read_while_it_is_traced(masks: tuple[str, ...], training: bool) -> None:
+    """Torch compares each with a causal mask, in Python; its graph broke there."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    model = torch.nn.Transformer(16, 2, 1, 1, 32, dropout=0.0, batch_first=True).train(training)
+    src, tgt = torch.randn(2, 5, 16), torch.randn(2, 7, 16)
+    part = torch.where(torch.rand(5, 5) > 0.3, 0.0, float("-inf")).fill_diagonal_(0)
+    given = {
+        "tgt_mask": torch.nn.Transformer.generate_square_subsequent_mask(7), "src_mask": part,
+        "tgt_key_padding_mask": torch.tensor([[0.0] * 7, [0.0] * 5 + [float("-inf")] * 2]),
+        "memory_key_padding_mask": torch.tensor([[0.0] * 5, [0.0] * 4 + [float("-inf")]]),
+    }  # fmt: skip
+    given = {name: given[name] for name in masks}
+    with torch.set_grad_enabled(training):
+        compiled = torch.compile(model, backend="fusewright_interp", fullgraph=True)
+        torch.testing.assert_close(compiled(src, tgt, **given), model(src, tgt, **given))

@@ -19,6 +19,9 @@ from fusewright.interface import Phase
 
 log = logging.getLogger("fusewright")
 
+SHARED_ELEMENTS = "more than one element of the written-to tensor refers to a single memory location"
+"""AOTAutograd's message for a graph that writes into an expanded input."""
+
 Compile = Callable[[GraphModule, Phase, frozenset[Node], str], Callable[[list[Any]], Any]]
 """(ATen graph, phase, constant placeholders, mode) -> a callable that takes and empties a list of inputs."""
 
@@ -48,7 +51,7 @@ def _captured(
                     return _without_autocast(through_aot(rewritten, example_inputs, compile_graph, mode))
             return through_aot(gm, example_inputs, compile_graph, mode)
         except RuntimeError as e:
-            if compat.SHARED_ELEMENTS not in str(e) or not any(map(storage.overlaps, example_inputs)):
+            if SHARED_ELEMENTS not in str(e) or not any(map(storage.overlaps, example_inputs)):
                 raise
             log.warning("fusewright: eager runs a graph that writes into an input whose elements share memory")
             return gm.forward  # it raises its own error, or runs if eager allows it
