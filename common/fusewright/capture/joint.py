@@ -24,6 +24,15 @@ _EFFICIENT_BACKWARD = aten._scaled_dot_product_efficient_attention_backward.defa
 
 _NORM_GRADIENTS = (aten.native_group_norm_backward.default, aten.native_batch_norm_backward.default)
 
+_OF_A_LOSS = (
+    aten.nll_loss_forward.default, aten.nll_loss_backward.default, aten.nll_loss2d_forward.default,
+    aten.nll_loss2d_backward.default,
+)  # fmt: skip
+"""Ops that read one class of each sample, or none."""
+
+MANY_CLASSES = 512
+"""Fewer are computed and saved in no time."""
+
 _ALIASES = (aten.alias.default, aten.detach.default)
 
 _MOVES = (
@@ -41,6 +50,7 @@ def before_cut(graph: Graph) -> None:
     unread_seeds(graph)
     clamped_by_result(graph)
     cropped_from_padded(graph)
+    normalized_by_statistics(graph)
     _side_by_side(graph)
     merge_common(graph)
     host_tables(graph)
@@ -125,6 +135,49 @@ def clamped_by_result(graph: Graph) -> None:
 def _exact(bound: Any) -> bool:
     """Whether no dtype rounds a bound; the result could be inside of a rounded one."""
     return isinstance(bound, int | float) and float(bound).is_integer() and abs(bound) <= 256
+
+
+def normalized_by_statistics(graph: Graph) -> None:
+    """Save, of a log-softmax over many classes of which a loss reads one in a row, its operand and two numbers a row. Its gradient
+    computes it again from them, and it is never in memory."""
+    for node in graph.find_nodes(op="call_function", target=aten._log_softmax.default):
+        x, dim, _ = node.args
+        result = value_of(node)
+        classes = result.shape[dim]
+        if not isinstance(classes, int) or classes < MANY_CLASSES or not all(map(_of_loss, _readers(node))):
+            continue
+        with graph.inserting_before(node):
+            made = _called(graph, aten._to_copy.default, x, dtype=result.dtype) if value_of(x).dtype != result.dtype else x
+            shifted = _called(graph, aten.sub.Tensor, made, _called(graph, aten.amax.default, made, [dim], True))
+            total = _called(graph, aten.sum.dim_IntList, _called(graph, aten.exp.default, shifted), [dim], True)
+            found = _called(graph, aten.sub.Tensor, shifted, _called(graph, aten.log.default, total))
+        for n in (shifted.args[1], found.args[1]):
+            n.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        for n in {made, shifted, found} - {x}:
+            n.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+        node.replace_all_uses_with(found)
+        graph.erase_node(node)
+
+
+def _readers(node: Node) -> Iterator[tuple[Node, Node]]:
+    """Each use of a value or of an alias of it: who reads what."""
+    for user in node.users:
+        if user.target in _ALIASES:
+            yield from _readers(user)
+        else:
+            yield user, node
+
+
+def _of_loss(use: tuple[Node, Node]) -> bool:
+    user, x = use
+    return user.target in _OF_A_LOSS or (user.target is aten._log_softmax_backward_data.default and user.args[1] is x)
+
+
+def _called(graph: Graph, target: Any, *args: Any, **kwargs: Any) -> Any:
+    made = graph.call_function(target, args, kwargs)
+    given = [value_of(a) if isinstance(a, Node) else a for a in args]
+    made.meta["val"] = target(*given, **kwargs)
+    return made
 
 
 def cropped_from_padded(graph: Graph) -> None:

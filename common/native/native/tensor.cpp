@@ -152,6 +152,8 @@ std::int64_t bytes_of(PyObject* tensor) {
 }
 
 bool device_of(PyObject* tensor, std::int64_t* device) {
+  std::int32_t index;
+  if (!own_layout.empty() && is_plain_tensor(tensor) && ask(4, tensor, &index)) return *device = index, true;
   return is_tensor(tensor) ? take_integer(get_device.called(tensor), device) : refuse(tensor);
 }
 

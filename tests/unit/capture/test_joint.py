@@ -224,3 +224,41 @@ def test_a_norm_saves_the_image_and_not_its_copy(kind: str) -> None:
     saved = [value_of(n) for n in found["backward"].graph.find_nodes(op="placeholder")]
     images = [t for t in saved if t.dim() == 4 and t.is_contiguous(memory_format=torch.channels_last)]
     assert [t.dtype for t in images] == [torch.float16], "before it is widened, and as it lies"
+
+
+def classified(x: torch.Tensor, labels: torch.Tensor, weight: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    return F.cross_entropy((x * 2).to(dtype).float(), labels, weight=weight, ignore_index=3)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("pixels", [False, True])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_the_log_softmax_of_a_loss_is_not_saved(dtype: torch.dtype, pixels: bool, weighted: bool) -> None:
+    """The gradient computes it from the logits, as they were, and two numbers a row."""
+    found, backend = traced()
+    x = (50 * torch.randn(4, 600, *(2, 5)[: 2 * pixels])).requires_grad_()
+    labels = torch.tensor([3, 5, 599, 0]).reshape(4, *[1] * (x.dim() - 2)).expand(4, *x.shape[2:])
+    weight = torch.rand(600) if weighted else None
+    loss = torch.compile(classified, backend=backend)(x, labels, weight, dtype)
+    (grad,) = torch.autograd.grad(loss, x)
+    large = [n for n in found["backward"].graph.find_nodes(op="placeholder") if value_of(n).numel() == x.numel()]
+    assert [value_of(n).dtype for n in large] == [dtype]
+    wanted = classified(x, labels, weight, dtype)
+    torch.testing.assert_close(loss, wanted)
+    torch.testing.assert_close(grad, torch.autograd.grad(wanted, x)[0])
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("classes", [10, 600])
+def test_a_log_softmax_that_is_returned_is_saved(classes: int) -> None:
+    found, backend = traced()
+    x = torch.randn(4, classes, requires_grad=True)
+
+    def scored(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        score = (x * 2).log_softmax(-1)
+        return score, F.nll_loss(score, torch.arange(4))
+
+    _, loss = torch.compile(scored, backend=backend)(x)
+    loss.backward()
+    assert "aten._log_softmax.default" in called(found["forward"])
