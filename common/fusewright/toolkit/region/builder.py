@@ -139,6 +139,10 @@ class Builder:
 
         return self.read_instead(value, self.once((value.id, layout), make))
 
+    def moved(self, value: Value, made: Value) -> None:
+        """Let ops behind read `made`, which holds the elements of a value with other strides."""
+        self._moved[value.id] = made
+
     def read_instead(self, value: Value, made: Value) -> Value:
         """Let the op that is being written read `made`, of whatever shape, in place of `value`."""
         self._copies[value.id] = made
