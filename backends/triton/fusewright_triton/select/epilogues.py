@@ -59,7 +59,15 @@ def _activated(m: Match, c: Calls) -> bool:
     op, out = m.anchor, m.out
     if spec_of(out).dtype != spec_of(op.out).dtype or activation_of(m.last) is None:
         return False
-    return stored(out, c) and suits(op, c) and dense(out)
+    return stored(out, c) and suits(op, c) and dense(out) and not _padded_behind(op, out, c)
+
+
+def _padded_behind(op: OpView, out: Value, c: Calls) -> bool:
+    """Whether only products read rows of odd length, for which a kernel writes zeros behind them: it can apply the activation too."""
+    if not aligned.lacking(op, c)[1] or c.graph.escapes(out):
+        return False
+    users = c.graph.users(out)
+    return all(aligned.lacking(u, c)[0] if u.op == "linear" else _reshapes(u) and _padded_behind(op, u.out, c) for u in users)
 
 
 def _unscaled(op: OpView, m: Match, c: Calls) -> bool:
