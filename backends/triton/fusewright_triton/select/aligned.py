@@ -14,7 +14,6 @@ import torch
 from fusewright.interface import OpView, Value
 from fusewright.plan.ir import Ref
 from fusewright.toolkit.lower.tables import RULES
-from fusewright.toolkit.region.builder import STRIDE_FREE
 from fusewright.toolkit.region.graph import spec_of
 from fusewright_triton.select.calls import Calls
 
@@ -69,4 +68,4 @@ def _only_a_kernel_makes(x: Value, c: Calls) -> bool:
     """Return whether nobody needs a tensor that a kernel makes without those zeros."""
     made = c.graph.producer(x)
     by_kernel = made is not None and made.op in RULES and c.graph.free(made) and not c.graph.escapes(x)
-    return by_kernel and all(u.op in STRIDE_FREE for u in c.graph.users(x))
+    return by_kernel and all(map(c.b.takes_any_strides, c.graph.users(x)))
