@@ -14,6 +14,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
+from fusewright import _torch_compat as compat
 from fusewright.graph.view import dependents
 
 aten = torch.ops.aten
@@ -44,39 +45,49 @@ def _pad(graph: Graph, node: Node, at: int, multiple: Multiple, padded: dict[tup
     """Let a product read padded operands, and its readers the part of the result that they had."""
     a, b = node.args[at : at + 2]
     bias: Any = node.args[0] if at else None
-    if not isinstance(a, Node) or not isinstance(b, Node) or not (_fixed(a) and _fixed(b)):
+    if not isinstance(a, Node) or not isinstance(b, Node) or not (_dense(a) and _dense(b)):
         return
     rows, inner, columns = _lacking(a, b, multiple)
     if not (rows or inner or columns) or (bias is not None and (bias.meta["val"].dim() != 1 or bias.meta["val"].shape[0] == 1)):
         return
-    size = node.meta["val"].shape
     given = [_enlarged(graph, a, rows, inner, padded), _enlarged(graph, b, inner, columns, padded)]
     with graph.inserting_before(node):
         if bias is not None:
             given.insert(0, _call(graph, node, aten.constant_pad_nd.default, bias, [0, columns], 0) if columns else bias)
         made = _call(graph, node, node.target, *given, **node.kwargs)
         if rows:
-            made = _call(graph, node, aten.slice.Tensor, made, 0, 0, size[0])
+            made = _call(graph, node, aten.slice.Tensor, made, 0, 0, a.meta["val"].shape[0])
         if columns:
-            made = _call(graph, node, aten.slice.Tensor, made, 1, 0, size[1])
+            made = _call(graph, node, aten.slice.Tensor, made, 1, 0, b.meta["val"].shape[1])
             made = _call(graph, node, aten.clone.default, made, memory_format=torch.contiguous_format)
     node.replace_all_uses_with(made)
     graph.erase_node(node)
 
 
-def _fixed(x: Node) -> bool:
-    """Whether a matrix has a fixed size and rows or columns without gaps."""
+def _dense(x: Node) -> bool:
+    """Whether the elements of a matrix's rows or columns are next to each other, and these have a fixed length."""
     t = x.meta["val"]
-    return t.dim() == 2 and 1 in t.stride() and all(isinstance(n, int) and n > 0 for n in (*t.shape, *t.stride()))
+    if t.dim() != 2:
+        return False
+    fixed = [n for n, s in zip(t.shape, t.stride(), strict=True) if isinstance(s, int) and s == 1]
+    return bool(fixed) and isinstance(fixed[-1], int) and fixed[-1] > 0
+
+
+def _by_rows(x: Node) -> bool:
+    stride = x.meta["val"].stride(1)
+    return isinstance(stride, int) and stride == 1
 
 
 def _lacking(a: Node, b: Node, multiple: Multiple) -> tuple[int, int, int]:
     """How many rows, inner elements and columns a product lacks in the dims along which its matrices lie in memory."""
     left, right = a.meta["val"], b.meta["val"]
     (m, k), n = left.shape, right.shape[1]
-    step = multiple(left.dtype, m, k, n)
-    by_rows, by_columns = left.stride(1) == 1, right.stride(1) != 1
-    return -m % step * (not by_rows), -k % step * (by_rows or by_columns), -n % step
+    traced = [compat.traced_size(size) for size in (m, k, n)]
+    if None in traced or not isinstance(n, int):
+        return 0, 0, 0
+    step = multiple(left.dtype, *traced)
+    by_rows, by_columns = _by_rows(a), not _by_rows(b)
+    return 0 if by_rows else -m % step, -k % step if by_rows or by_columns else 0, -n % step
 
 
 def _enlarged(graph: Graph, x: Node, rows: int, columns: int, padded: dict[tuple[Node, int, int], Node]) -> Node:
@@ -84,7 +95,7 @@ def _enlarged(graph: Graph, x: Node, rows: int, columns: int, padded: dict[tuple
     if not rows and not columns:
         return x
     x = _turned_back(x)
-    if x.meta["val"].stride(1) != 1:
+    if not _by_rows(x):
         with graph.inserting_after(x):
             base = x.args[0] if x.target in _TRANSPOSES else _call(graph, x, aten.t.default, x)
         whole = _enlarged(graph, base, columns, rows, padded)  # type: ignore[arg-type]
@@ -147,7 +158,8 @@ def _readers(x: Node) -> Iterator[tuple[Node, Node]]:
 
 def _takes_any_strides(reader: Node, source: Node, x: Node) -> bool:
     """Whether an op that reads the rows of `x` gives the same values, of the same strides, whatever is between the rows."""
-    if source.meta["val"].shape[-1] != x.meta["val"].shape[1]:
+    shape = source.meta["val"].shape
+    if shape[-1] != x.meta["val"].shape[1] or not (len(shape) == 2 or all(isinstance(n, int) for n in shape)):
         return False
     return reader.target is aten.sum.dim_IntList or (reader.target in _MASKED and reader.args[1] is source)
 
