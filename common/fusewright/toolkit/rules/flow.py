@@ -140,10 +140,10 @@ class Flow:
         once = user.op == PAD or user.out.spec.numel_hint() <= times * op.out.spec.numel_hint()  # whatever is added behind it
         return bool(self._rules_of(user)) and once
 
-    def _is_padded_once(self, op: OpView, depth: int = 1) -> bool:
+    def _is_padded_once(self, op: OpView, depth: int = 1, given: int = -1) -> bool:
         """Whether one kernel op pads the result, perhaps after others like `op`: it cannot share a loop with `op` except by
-        computing it, and reads each element once."""
-        if depth > INLINE_DEPTH or not self._has_one_user(op, 1) or self._alone_reads_kernels(op):
+        computing it, and reads each element once. `given`: an operand that is computed there too."""
+        if depth > INLINE_DEPTH or not self._has_one_user(op, 1) or self._alone_reads_kernels(op, given):
             return False
         (user,) = {u.id: u for u in self.users[op.out.id]}.values()
         while self._views(user) and self._has_one_user(user, 1):
@@ -151,11 +151,11 @@ class Flow:
         rules = self._rules_of(user)
         if user.op == PAD:
             return True
-        return isinstance(rules[0], Map) and len(user.outs) == 1 and self._is_padded_once(user, depth + 1)
+        return isinstance(rules[0], Map) and len(user.outs) == 1 and self._is_padded_once(user, depth + 1, op.out.id)
 
-    def _alone_reads_kernels(self, op: OpView) -> bool:
-        """Whether only `op` reads what a kernel makes, so that this would be stored in place of the result of `op`."""
-        made = {x.id: x for v in op.inputs() for x in self.sources(v) if x.id in self.producer}
+    def _alone_reads_kernels(self, op: OpView, given: int) -> bool:
+        """Whether only `op` reads what a kernel makes (`given` apart), which would be stored in place of the result of `op`."""
+        made = {x.id for v in op.inputs() for x in self.sources(v) if x.id in self.producer and x.id != given}
         return any(i not in self.needed and len({u.id for u in self.users[i]}) == 1 for i in made)
 
     def _is_permuted_once(self, op: OpView) -> bool:
