@@ -206,9 +206,11 @@ class TritonBackend(FusedBackend):
 
     def policy(self) -> DevicePolicy:
         """Results come from torch's stream-ordered allocator; nothing depends on the host's threads."""
-        by = self.target(self.running_on()).bounds
+        found = self.target(self.running_on())
+        by, rows = found.bounds, partial(multiple, found)
         splits = Splits(passes_again=ALL, held_row=target.FORMULA.persistent)
-        return DevicePolicy(multiple=partial(multiple, self.target(self.running_on())), splits=splits, eager=EAGER, flops_per_second=by.library_flops, bytes_per_second=by.bandwidth)
+        speeds = {"flops_per_second": by.library_flops, "bytes_per_second": by.bandwidth}
+        return DevicePolicy(multiple=rows, splits=splits, eager=EAGER, **speeds)
 
     def prepare(self) -> None:
         """Start the compiler processes while the graph is traced."""

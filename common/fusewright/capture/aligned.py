@@ -82,8 +82,8 @@ def _lacking(a: Node, b: Node, multiple: Multiple) -> tuple[int, int, int]:
     """How many rows, inner elements and columns a product lacks in the dims along which its matrices lie in memory."""
     left, right = a.meta["val"], b.meta["val"]
     (m, k), n = left.shape, right.shape[1]
-    traced = [compat.traced_size(size) for size in (m, k, n)]
-    if None in traced or not isinstance(n, int):
+    traced = [size for size in map(compat.traced_size, (m, k, n)) if size is not None]
+    if len(traced) < 3 or not isinstance(n, int):
         return 0, 0, 0
     step = multiple(left.dtype, *traced)
     by_rows, by_columns = _by_rows(a), not _by_rows(b)

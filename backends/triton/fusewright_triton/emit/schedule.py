@@ -27,7 +27,7 @@ COLUMN = 32
 """Elements of held columns to each lane, if there are programs enough: with a quarter, warps exchange what one could add up (the
 maximum of 20 in 84 million took 378 us, and 91 with these)."""
 APART = 64
-"""The shortest run of elements, each in a sector of its own, that is worth a tile: with a shorter one, a block repeats its sectors."""
+"""The shortest run of elements, each in a sector of its own, that is worth a tile: a block repeats the sectors of a shorter one."""
 RUN = 32
 """The shortest row for which a block has lines of its own, so that what all of a row share is computed once for each lane."""
 THREADS = 128

@@ -63,11 +63,13 @@ def _activated(m: Match, c: Calls) -> bool:
 
 
 def _padded_behind(op: OpView, out: Value, c: Calls) -> bool:
-    """Whether only products read rows of odd length, for which a kernel writes zeros behind them: it can apply the activation too."""
+    """Whether only products read rows of odd length, for which a kernel writes zeros behind them and can activate too."""
     if not aligned.lacking(op, c)[1] or c.graph.escapes(out):
         return False
-    users = c.graph.users(out)
-    return all(aligned.lacking(u, c)[0] if u.op == "linear" else _reshapes(u) and _padded_behind(op, u.out, c) for u in users)
+    return all(
+        aligned.lacking(u, c)[0] if u.op == "linear" else _reshapes(u) and _padded_behind(op, u.out, c)
+        for u in c.graph.users(out)
+    )
 
 
 def _unscaled(op: OpView, m: Match, c: Calls) -> bool:

@@ -79,7 +79,7 @@ def _followed(op: OpView, x: TensorSpec) -> tuple[int, ...] | None:
     if not gone or any(s == 0 and n != 1 for s, n in zip(x.stride, x.shape, strict=True)):
         return None
     stride, step = [1] * rank, 1
-    for d in sorted(range(rank), key=lambda d: (x.stride[d], -d)):  # type: ignore[arg-type]
+    for d in sorted(range(rank), key=lambda d: (x.stride[d], -d)):
         stride[d] = step
         step *= 1 if d in gone else int(x.shape[d])  # type: ignore[arg-type]
     return tuple(s for d, s in enumerate(stride) if op.arg("keepdim") or d not in gone)
@@ -104,4 +104,9 @@ REDUCTIONS = ("amax", "amin", "max_with_indices", "min_with_indices", "sum", "me
 
 ROWS = (Row("triton.gather.rows", chain(OPS), write=_write, note="rows gathered from a copy"),)
 
-REDUCED = (Row("triton.reduction.order", chain(REDUCTIONS), when=_free, write=_write_reduced, note="reduction, in its operand's order"),)
+REDUCED = (
+    Row(
+        "triton.reduction.order", chain(REDUCTIONS),
+        when=_free, write=_write_reduced, note="reduction, in its operand's order",
+    ),
+)  # fmt: skip

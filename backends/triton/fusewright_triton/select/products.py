@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -76,7 +75,7 @@ def _padding_pays(m: Match, c: Calls) -> bool:
 
 
 def _padded(m: Match, c: Calls) -> None:
-    """Emit the product of operands padded with zeros. If results were added, the wanted ones are a slice, with gaps between rows."""
+    """Emit the product of operands padded with zeros. If results were added, the wanted ones are a slice of them."""
     op = m.anchor
     more = lacking(op, c)[1]
     given = operands(op, c, more)

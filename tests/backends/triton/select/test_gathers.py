@@ -10,7 +10,7 @@ pytest.importorskip("triton", reason="triton is not installed; pip install './ba
 
 import torch
 
-from fusewright.interface import Fragment, Value
+from fusewright.interface import Value
 from fusewright.plan.ir import Launch
 from fusewright.toolkit.ir import Kernel
 from fusewright_triton.select import gathers
