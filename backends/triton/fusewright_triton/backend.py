@@ -207,10 +207,11 @@ class TritonBackend(FusedBackend):
     def policy(self) -> DevicePolicy:
         """Results come from torch's stream-ordered allocator; nothing depends on the host's threads."""
         found = self.target(self.running_on())
-        by, rows = found.bounds, partial(multiple, found)
-        splits = Splits(passes_again=ALL, held_row=target.FORMULA.persistent)
-        speeds = {"flops_per_second": by.library_flops, "bytes_per_second": by.bandwidth}
-        return DevicePolicy(multiple=rows, splits=splits, eager=EAGER, **speeds)
+        by, splits = found.bounds, Splits(passes_again=ALL, held_row=target.FORMULA.persistent)
+        return DevicePolicy(
+            multiple=partial(multiple, found), splits=splits, eager=EAGER,
+            flops_per_second=by.library_flops, bytes_per_second=by.bandwidth,
+        )  # fmt: skip
 
     def prepare(self) -> None:
         """Start the compiler processes while the graph is traced."""
