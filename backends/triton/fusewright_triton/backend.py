@@ -89,7 +89,7 @@ of gradients inside, eager's four kernels 167 (2026-11-23, docs/studies/gpu-mode
 def multiple(t: target.Target, dtype: torch.dtype, m: int, k: int, n: int) -> int:
     """Return what rows of a product should be multiples of in training: whole vectors where a matrix is large and was measured."""
     large = t.fitted is not None and max(m * k, m * n, k * n) >= t.fitted.padded_results
-    return aligned.PADDED_TO if large and dtype in aligned.HALF else 1
+    return aligned.vector(dtype) if large and k > aligned.FEW and min(m, n) > 1 else 1
 
 
 class TritonLoader:

@@ -22,17 +22,28 @@ PADDED_TO = 8
 
 HALF = (torch.bfloat16, torch.float16)
 
+FEW = 8
+"""The longest sum of a product that suits a loop kernel better than any library."""
+
+
+def vector(dtype: torch.dtype) -> int:
+    """Return how many elements libraries' fast kernels read at once; 1 where they have none, as for fp32 in full precision."""
+    if dtype is torch.float32 and torch.get_float32_matmul_precision() != "highest":
+        return PADDED_TO // 2
+    return PADDED_TO if dtype in HALF else 1
+
 
 def lacking(op: OpView, c: Calls) -> tuple[int, int]:
     """Return how many features and results a linear of fixed sizes lacks, where zeros pay: one of its matrices is large, the weight
     only if it is padded once."""
     x, w, out = (spec_of(v) for v in (op.arg("input"), op.arg("weight"), op.out))
-    if out.dtype not in HALF or not (x.static and out.static):
+    if not (x.static and out.static):
         return 0, 0
     weights = w.numel_hint() if c.is_const(op.arg("weight"), op.arg("bias")) else 0
     if max(x.numel_hint(), out.numel_hint(), weights) < c.target.bounds.padded_results:
         return 0, 0
-    return -x.shape[-1] % PADDED_TO, -out.shape[-1] % PADDED_TO  # type: ignore[operator]
+    step, n = vector(out.dtype), out.shape[-1]
+    return -x.shape[-1] % step, -n % step if n != 1 else 0  # type: ignore[operator]
 
 
 def operands(op: OpView, c: Calls, more: int = 0) -> tuple[Ref | None, Ref, Ref | None]:

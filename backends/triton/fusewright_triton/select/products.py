@@ -16,7 +16,7 @@ from fusewright.toolkit.region.pattern import Match, chain
 from fusewright.toolkit.region.products import joined, siblings_of, taken_apart, widths_of
 from fusewright.toolkit.region.rewrite import Row
 from fusewright_triton.select import epilogues
-from fusewright_triton.select.aligned import HALF, PADDED_TO, each_call, lacking, operands, rows
+from fusewright_triton.select.aligned import HALF, PADDED_TO, each_call, lacking, operands, rows, vector
 from fusewright_triton.select.calls import Calls
 
 REPEATS = 10
@@ -49,9 +49,12 @@ def _padding_helps(m: Match, c: Calls) -> bool:
 def _concatenated(m: Match, c: Calls) -> None:
     """Emit all siblings as one product; each result is a slice of it, without a copy."""
     weight, bias = joined(m.ops, c.b)
-    if behind := lacking(m.anchor, c)[0]:
-        weight = c.b.prepare("aten::constant_pad_nd.default", weight, (0, behind), 0)
-    _sliced(m.ops, c, rows(m.anchor.arg("input"), behind, c), weight, bias)
+    behind, more = max(lacking(op, c)[0] for op in m.ops), 0
+    if any(any(lacking(op, c)) for op in m.ops):
+        more = -sum(widths_of(m.ops)) % vector(spec_of(m.anchor.out).dtype)
+        weight = c.b.prepare("aten::constant_pad_nd.default", weight, (0, behind, 0, more), 0)
+        bias = bias and c.b.prepare("aten::constant_pad_nd.default", bias, (0, more), 0)
+    _sliced(m.ops, c, rows(m.anchor.arg("input"), behind, c), weight, bias, more)
 
 
 def _sliced(group: Sequence[OpView], c: Calls, x: Ref | None, weight: Ref, bias: Ref | None, more: int = 0) -> None:
@@ -65,10 +68,10 @@ def _padding_pays(m: Match, c: Calls) -> bool:
     """Return whether a product of padded rows, with a copy of the wanted part, beats one of unsuitable rows."""
     op = m.anchor
     x, (m_, k, n), biased = spec_of(op.arg("input")), epilogues.sizes(op), op.arg("bias") is not None
-    like = (x.dtype, x.device, biased)
+    like, lacks = (x.dtype, x.device, biased), lacking(op, c)
 
     def padded() -> Thunk:
-        return _products(m_, k + -k % PADDED_TO, [n + -n % PADDED_TO], *like, wanted=n, given=k)
+        return _products(m_, k + lacks[0], [n + lacks[1]], *like, wanted=n, given=k)
 
     key = f"padded {str(x.dtype).removeprefix('torch.')} {m_}x{k}x{n}{' bias' * biased}"
     return c.pays(key, lambda: _products(m_, k, [n], *like), padded)

@@ -92,6 +92,29 @@ def test_products_of_one_tensor_share_its_zeros() -> None:
         assert targets(check(g, ys, prefer)).count("kernel constant_pad_nd") == 1
 
 
+def test_products_that_become_one_are_aligned_as_one() -> None:
+    """Heads of 5 and 2 classes: 7 columns, and one of zeros."""
+    g = Net()
+    x = g.op("relu", g.tensor(24, 19))
+    ys = [linear(g, x, 19, 5), linear(g, x, 19, 2)]
+    fragment = check(g, ys, "together")
+    assert "aten::constant_pad_nd('_', (0, 5, 0, 1), 0)" in text(fragment, prepare=True)
+    assert targets(fragment).count("aten::linear") == 1
+
+
+def test_a_single_result_is_no_matrix() -> None:
+    """Libraries multiply vectors by matrices with rows of any length."""
+    g = Net()
+    assert targets(lowered(g, [linear(g, g.tensor(24, 16), 16, 1)])) == ["aten::linear"]
+
+
+def test_fp32_is_padded_where_it_is_rounded_for_matrix_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+    g = Net(F32)
+    fragment = check(g, [linear(g, g.tensor(24, 19), 19, 14)])
+    assert text(fragment, prepare=True)[0] == "aten::constant_pad_nd('_', (0, 1, 0, 2), 0)"
+
+
 def test_infinities_stay_in_their_rows() -> None:
     g = Net()
     given = torch.randn(24, 19).to(BF16)
@@ -127,8 +150,9 @@ def test_small_products_keep_their_features(thresholds: Callable[..., None]) -> 
 
 def test_steps_ask_for_multiples_where_matrices_are_large() -> None:
     h100 = named("sm_90")
-    assert multiple(h100, BF16, 4, 16, 3) == 8 and multiple(h100, torch.half, 2, 2, 32) == 8
-    assert multiple(h100, BF16, 4, 4, 3) == 1, "small"
+    assert multiple(h100, BF16, 4, 16, 3) == 8 and multiple(h100, torch.half, 2, 9, 32) == 8
+    assert multiple(h100, BF16, 4, 9, 3) == 1, "small"
+    assert multiple(h100, BF16, 32, 8, 16) == multiple(h100, BF16, 1, 99, 16) == 1, "sums of few terms, and vectors"
     assert multiple(h100, F32, 4, 16, 3) == multiple(named("gfx942"), BF16, 4, 16, 3) == 1
 
 
