@@ -42,9 +42,9 @@ class Thresholds:
     narrow_tiles: float
     """Time of two full tiles of 128 x 128 divided by that of one of 128 x 256."""
     padded_results: int
-    """The least elements of a matrix for which a product of widths that suit no fast kernel is padded: what copies cost in front of it
-    and behind must be less than that kernel's time. On an H200 products of odd features in bf16 took 11 us for 1024 x 319 x 256
-    (padded 4, a copy 5), 109 for 65536 rows (26, 68) (2026-11-28, docs/studies/gpu-products.md)."""
+    """The least elements of a matrix for which a product of widths that suit no fast kernel is padded: copies in front of it and
+    behind must cost less than that kernel. On an H200 products of odd features in bf16 took 11 us for 1024 x 319 x 256 (padded 4, a
+    copy 5), 109 for 65536 rows (26, 68) (2026-11-28, docs/studies/gpu-products.md)."""
     sibling_weights: int
     """The most elements of concatenated weights: they are a second copy, and large products gain nothing."""
     gemv_rows: int
