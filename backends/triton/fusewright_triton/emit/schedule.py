@@ -183,7 +183,9 @@ def _along(size: int, block: int) -> int:
 
 def _positions(kernel: Kernel, inner: int) -> tuple[frozenset[int], bool]:
     """Return the loads of positions at which rows are gathered, at addresses that neighbours along `inner` share, and whether these
-    share a position with nothing that tells them apart."""
+    share a position with nothing that tells them apart. None where elements are scattered: lanes then add to memory one by one."""
+    if any(n.op == "store" and n.index is not None and n.index.indirect for n in _accesses(kernel)):
+        return frozenset(), False
     nodes, axes = kernel.node_map(), kernel.axes_of()
     values = {i.value for n in _accesses(kernel) if n.index is not None for i in n.index.indirect}
     todo, found = [*values], set[int]()
