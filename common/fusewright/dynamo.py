@@ -116,13 +116,20 @@ def compile_dynamo(
         rules = RuleLog(parsed.disable_rules, parsed.fuel)  # called twice if the graph in other layouts fails: count anew
         return training.rolled(gm, inputs, rules)
 
+    multiple = backend.policy().multiple if _here(backend, example_inputs) else None
     laid = layouts.preferred(gm, backend)
     if laid is not None:
         try:
-            return capture.capture(laid, example_inputs, compile_graph, without_loops)
+            return capture.capture(laid, example_inputs, compile_graph, without_loops, multiple)
         except (RuntimeError, ValueError) as e:  # no view with such strides exists
             log.info("a training step keeps eager's layouts: %s", str(e).partition("\n")[0])
-    return capture.capture(gm, example_inputs, compile_graph, without_loops)
+    return capture.capture(gm, example_inputs, compile_graph, without_loops, multiple)
+
+
+def _here(backend: Backend, example_inputs: Sequence[Any]) -> bool:
+    """Whether a graph is of the device that the backend lowers for."""
+    simulated = backend.device is not None and backend.device.simulated
+    return simulated or backend.device_type == _device_type(example_inputs)
 
 
 def _parsed(cls: type[Backend] | None, options: Mapping[str, Any] | None, mode: str | None) -> Options:

@@ -19,7 +19,7 @@ import torch
 
 from fusewright.sizes.expr import SizeExpr, symbol
 
-INTERFACE: tuple[int, int] = (1, 11)
+INTERFACE: tuple[int, int] = (1, 12)
 """(major, minor) of this interface. Minor versions only add members with defaults."""
 
 OPSET = 1
@@ -295,6 +295,9 @@ class DevicePolicy:
     """The type in which to compute a product, convolution or attention, given its row's name, its type and its number of rows (of a
     matrix of fixed size, else `sys.maxsize`): a device may multiply another type several times as fast. Operands are widened, and
     results are rounded to their own type. None: its own. Since interface 1.7."""
+    multiple: Callable[[torch.dtype, int, int, int], int] | None = None
+    """What the lengths of rows in a matrix product of a training step should be multiples of, given its type, M, K and N: zeros are
+    written behind others, where libraries have no fast kernels for them. 1: any. Since interface 1.12."""
     branches: frozenset[torch.dtype] = frozenset()
     """Types in which convolutions of one input with constant weights that are added up become one in inference. Since interface
     1.11."""

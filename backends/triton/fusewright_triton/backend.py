@@ -44,6 +44,7 @@ from fusewright_triton.emit.schedule import Config
 from fusewright_triton.lowerings import CUDNN, LOWERINGS
 from fusewright_triton.run.handwritten import INSTALL, NAMESPACE, Order, library
 from fusewright_triton.run.precompile import orders
+from fusewright_triton.select import aligned
 from fusewright_triton.select.calls import rewritten
 from fusewright_triton.select.convolutions import SHORTCUT
 
@@ -83,6 +84,12 @@ EAGER = (
 ALL = 1 << 31
 """Long columns never stay in registers between passes: on an H200 the gradient of a norm of 1024 x 25088 took 217 us with the sum
 of gradients inside, eager's four kernels 167 (2026-11-23, docs/studies/gpu-models.md)."""
+
+
+def multiple(t: target.Target, dtype: torch.dtype, m: int, k: int, n: int) -> int:
+    """Return what rows of a product should be multiples of in training: whole vectors where a matrix is large and was measured."""
+    large = t.fitted is not None and max(m * k, m * n, k * n) >= t.fitted.padded_results
+    return aligned.vector(dtype) if large and k > aligned.FEW and min(m, n) > 1 else 1
 
 
 class TritonLoader:
@@ -199,9 +206,12 @@ class TritonBackend(FusedBackend):
 
     def policy(self) -> DevicePolicy:
         """Results come from torch's stream-ordered allocator; nothing depends on the host's threads."""
-        by = self.target(self.running_on()).bounds
-        splits = Splits(passes_again=ALL, held_row=target.FORMULA.persistent)
-        return DevicePolicy(splits=splits, eager=EAGER, flops_per_second=by.library_flops, bytes_per_second=by.bandwidth)
+        found = self.target(self.running_on())
+        by, splits = found.bounds, Splits(passes_again=ALL, held_row=target.FORMULA.persistent)
+        return DevicePolicy(
+            multiple=partial(multiple, found), splits=splits, eager=EAGER,
+            flops_per_second=by.library_flops, bytes_per_second=by.bandwidth,
+        )  # fmt: skip
 
     def prepare(self) -> None:
         """Start the compiler processes while the graph is traced."""

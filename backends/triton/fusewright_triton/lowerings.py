@@ -41,6 +41,7 @@ for table in (LOWERINGS, CUDNN):
     table.add("group_norm", "group_norm_backward", dtypes=FLOATS)(by_rows(group_norms.ROWS))
     table.add("softmax", dtypes=FLOATS, when=unfused.reason)(by_rows(unfused.ROWS))
     table.add(*gathers.OPS, dtypes=FLOATS, when=gathers.reason)(by_rows(gathers.ROWS))
+    table.add(*gathers.REDUCTIONS, dtypes=FLOATS, when=gathers.reduced_reason)(by_rows(gathers.REDUCED))
 # In fp32 cuDNN's channels-last kernels round to TF32 where its others do not: 20 to 80 times eager's error on ViT and Swin.
 CUDNN.add("conv", dtypes=products.HALF, when=depthwise.reason)(by_rows(depthwise.ROWS))
 CUDNN.add("conv", dtypes=products.HALF, when=convolutions.reason)(

@@ -42,7 +42,9 @@ class Thresholds:
     narrow_tiles: float
     """Time of two full tiles of 128 x 128 divided by that of one of 128 x 256."""
     padded_results: int
-    """The least results for which a width that suits no fast kernel is padded: the copy back must cost less than that kernel."""
+    """The least elements of a matrix for which a product of widths that suit no fast kernel is padded: copies in front of it and
+    behind must cost less than that kernel. On an H200 products of odd features in bf16 took 11 us for 1024 x 319 x 256 (padded 4, a
+    copy 5), 109 for 65536 rows (26, 68) (2026-11-28, docs/studies/gpu-products.md)."""
     sibling_weights: int
     """The most elements of concatenated weights: they are a second copy, and large products gain nothing."""
     gemv_rows: int
@@ -103,7 +105,7 @@ H100 = Thresholds(
         tuple(f"{_RESULTS}h100-{name}.json" for name in ("products", "attention", "few-keys", "all")),
     ),
     product_results=1 << 22, product_rows=128, library_flops=760e12, library_result=0.48e-12, kernel_step=0.385e-6,
-    bandwidth=3e12, narrow_tiles=1.15, padded_results=1 << 22, sibling_weights=1 << 25, gemv_rows=4, gemv_weights=1 << 17,
+    bandwidth=3e12, narrow_tiles=1.15, padded_results=1 << 18, sibling_weights=1 << 25, gemv_rows=4, gemv_weights=1 << 17,
     int8_rows=256, decode_keys=64, narrow_head=64, short_sequence=64, mask_step=32, short_rows=0.5,
 )  # fmt: skip
 """The model of products was fitted to 19 shapes, with errors of up to 15%."""

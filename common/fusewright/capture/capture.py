@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.fx import GraphModule, Node
 from fusewright import _torch_compat as compat
 from fusewright import storage
 from fusewright.capture import direct
+from fusewright.capture.aligned import Multiple
 from fusewright.capture.joint import before_cut
 from fusewright.graph.effects import writes, written
 from fusewright.interface import Phase
@@ -31,15 +33,16 @@ Rewrite = Callable[[GraphModule, Sequence[Any]], GraphModule | None]
 
 
 def capture(
-    gm: GraphModule, example_inputs: Sequence[Any], compile_graph: Compile, rewrite: Rewrite = lambda *_: None
-) -> Callable[..., Any]:
+    gm: GraphModule, example_inputs: Sequence[Any], compile_graph: Compile, rewrite: Rewrite = lambda *_: None,
+    multiple: Multiple | None = None,
+) -> Callable[..., Any]:  # fmt: skip
     """Compile a Dynamo graph: directly where that is known to be correct, else through AOTAutograd. `rewrite` may replace the
-    graph of a training step before gradients are traced."""
-    return storage.zeros_in_memory(_captured(gm, example_inputs, compile_graph, rewrite), example_inputs)
+    graph of a training step before gradients are traced; `multiple` is `DevicePolicy.multiple` for its products."""
+    return storage.zeros_in_memory(_captured(gm, example_inputs, compile_graph, rewrite, multiple), example_inputs)
 
 
 def _captured(
-    gm: GraphModule, example_inputs: Sequence[Any], compile_graph: Compile, rewrite: Rewrite
+    gm: GraphModule, example_inputs: Sequence[Any], compile_graph: Compile, rewrite: Rewrite, multiple: Multiple | None
 ) -> Callable[..., Any]:
     try:
         aten, constants = direct.capture(gm, example_inputs)
@@ -48,8 +51,8 @@ def _captured(
         try:
             if (rewritten := rewrite(gm, example_inputs)) is not None:
                 with compat.disable_autocast():
-                    return _without_autocast(through_aot(rewritten, example_inputs, compile_graph, mode))
-            return through_aot(gm, example_inputs, compile_graph, mode)
+                    return _without_autocast(through_aot(rewritten, example_inputs, compile_graph, mode, multiple))
+            return through_aot(gm, example_inputs, compile_graph, mode, multiple)
         except RuntimeError as e:
             if SHARED_ELEMENTS not in str(e) or not any(map(storage.overlaps, example_inputs)):
                 raise
@@ -73,7 +76,7 @@ def _without_autocast(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def through_aot(
-    gm: GraphModule, example_inputs: Sequence[Any], compile_graph: Compile, mode: str
+    gm: GraphModule, example_inputs: Sequence[Any], compile_graph: Compile, mode: str, multiple: Multiple | None = None
 ) -> Callable[..., Any]:
     """Capture by AOTAutograd: correct for training, mutation, aliasing and tensor subclasses."""
     trackable = not any(isinstance(x, torch.Tensor) and x.is_inference() for x in example_inputs)
@@ -101,7 +104,7 @@ def through_aot(
         forward=compiler("forward"),
         backward=compiler("backward"),
         inference=compiler("infer"),
-        joint=before_cut,
+        joint=partial(before_cut, multiple=multiple),
     )
 
 

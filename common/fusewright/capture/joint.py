@@ -9,6 +9,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
+from fusewright.capture.aligned import Multiple, pad_products
 from fusewright.capture.tables import host_tables
 from fusewright.graph.cse import merge_common
 from fusewright.graph.fills import full_before, host_scalars, size_fills
@@ -42,8 +43,8 @@ _MOVES = (
 """Ops that move values and round none."""
 
 
-def before_cut(graph: Graph) -> None:
-    """Rewrite a joint graph in place."""
+def before_cut(graph: Graph, multiple: Multiple | None = None) -> None:
+    """Rewrite a joint graph in place. `multiple`: see `DevicePolicy`."""
     host_scalars(graph)
     size_fills(graph)
     unread_statistics(graph)
@@ -51,6 +52,8 @@ def before_cut(graph: Graph) -> None:
     clamped_by_result(graph)
     cropped_from_padded(graph)
     normalized_by_statistics(graph)
+    if multiple is not None:
+        pad_products(graph, multiple)
     _side_by_side(graph)
     merge_common(graph)
     host_tables(graph)

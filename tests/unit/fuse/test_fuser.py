@@ -462,3 +462,27 @@ def test_an_op_that_joins_a_group_of_symbolic_sizes_does_not_look_at_all_of_its_
         return events
 
     assert work_of(32) <= 2 * work_of(16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_padded_is_computed_where_its_zeros_are_written(dtype: torch.dtype) -> None:
+    """Also if it reads more than it makes, in a chain behind a view, or costs much: nobody else reads it."""
+    g = Sketch()
+    x, y = g.input(torch.randn(4, 3, 7)), g.input(torch.randn(4, 3, 7))
+    made = g.op("cast", g.op("gelu", g.op("add", x, y)), dtype)
+    rows = g.op("view", made, [12, 7])
+    check(g, [g.op("constant_pad_nd", rows, [0, 1], 0)], 1)
+
+
+@pytest.mark.parametrize("why", ["a norm makes it", "two read it", "it leaves"])
+def test_what_is_padded_and_has_another_place_stays_there(why: str) -> None:
+    """A result of a row op is rounded in that op's kernel, not stored wide for the one that pads."""
+    g = Sketch()
+    x = g.input(torch.randn(12, 7))
+    made = g.op("add", x, g.input(torch.randn(12, 7)))
+    made = g.op("softmax", made, -1, False) if why == "a norm makes it" else made
+    narrow = g.op("cast", made, torch.bfloat16)
+    padded = g.op("constant_pad_nd", narrow, [0, 1], 0)
+    others = {"two read it": [g.op("cumsum", narrow, 0)], "it leaves": [narrow]}.get(why, [])
+    launches = check(g, [padded, *others], 3 if why == "two read it" else 2)
+    assert launches[0].outs == (narrow.id,)

@@ -9,7 +9,7 @@ This is a formula of bytes and shape, without a search; its numbers are `target.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fusewright.toolkit.ir.extent import evaluate
 from fusewright.toolkit.ir.ir import Kernel, Node
@@ -26,6 +26,10 @@ SHORT = 512
 COLUMN = 32
 """Elements of held columns to each lane, if there are programs enough: with a quarter, warps exchange what one could add up (the
 maximum of 20 in 84 million took 378 us, and 91 with these)."""
+APART = 64
+"""The shortest run of elements, each in a sector of its own, that is worth a tile: a block repeats the sectors of a shorter one."""
+RUN = 32
+"""The shortest row for which a block has lines of its own, so that what all of a row share is computed once for each lane."""
 THREADS = 128
 """The most threads of a program for rows next to each other: others run while it waits for its loads."""
 WIDE = 2**31 - 2**22
@@ -153,11 +157,59 @@ def _point(kernel: Kernel, shape: _Shape, target: Target) -> Config:
     best = sorted(every, key=lambda a: (shape.bytes_along[a], a))
     if len(best) > 1 and _transposes(shape, best[-1], best[-2]):
         return _tiles(shape, min(best[-2:]), max(best[-2:]), target)
-    per_lane = LANE_BYTES // shape.width * (target.schedule.point_bytes_ahead if shape.live <= 8 else 1)
+    if best and (across := _scattered(kernel, shape, best[-1], target)) is not None:
+        width = max(TYPES[n.dtype].size for n in _accesses(kernel) if n.index and {across, best[-1]} <= set(n.index.axes()))
+        return _tiles(replace(shape, width=width), min(across, best[-1]), max(across, best[-1]), target)
+    positions, lines = _positions(kernel, best[-1])
+    width = max((TYPES[n.dtype].size for n in _accesses(kernel) if n.id not in positions), default=1)
+    per_lane = LANE_BYTES // width * (target.schedule.point_bytes_ahead if shape.live <= 8 else 1)
     block = 4 * 32 * max(per_lane, 2)
     spread = _pow2(max(1, shape.points // (4 * target.units)))
     block = max(min(block, spread), min(128, _pow2(shape.points)))
-    return Config((Tile(every, block),), 0, False, 1, _warps(block, max(per_lane, 2), target))
+    warps = _warps(block, max(per_lane, 2), target)
+    if lines and best[-1] == every[-1] and shape.sizes[best[-1]] >= RUN:
+        across = _along(shape.sizes[best[-1]], block)
+        return Config((Tile(every[:-1], block // across), Tile(every[-1:], across)), 0, False, 1, warps)
+    return Config((Tile(every, block),), 0, False, 1, warps)
+
+
+def _along(size: int, block: int) -> int:
+    """Return how many neighbours of a row a block takes: all, if it holds them and few lanes are left without one."""
+    across = min(block, _pow2(size))
+    while across > RUN and -(-size // across) * across * 3 > size * 4:
+        across //= 2
+    return across
+
+
+def _positions(kernel: Kernel, inner: int) -> tuple[frozenset[int], bool]:
+    """Return the loads of positions at which rows are gathered, at addresses that neighbours along `inner` share, and whether these
+    share a position with nothing that tells them apart. None where elements are scattered: lanes then add to memory one by one."""
+    if any(n.op == "store" and n.index is not None and n.index.indirect for n in _accesses(kernel)):
+        return frozenset(), False
+    nodes, axes = kernel.node_map(), kernel.axes_of()
+    values = {i.value for n in _accesses(kernel) if n.index is not None for i in n.index.indirect}
+    todo, found = [*values], set[int]()
+    while todo:
+        node = nodes[todo.pop()]
+        if node.op != "load":
+            todo.extend(node.args)
+        elif node.index is not None and inner not in node.index.axes():
+            found.add(node.id)
+    return frozenset(found), bool(values) and all(inner not in axes[v] for v in values)
+
+
+def _scattered(kernel: Kernel, shape: _Shape, inner: int, target: Target) -> int | None:
+    """Return the axis along which an operand that no L1 cache holds is contiguous, whose elements lie apart along `inner`: in a
+    block of neighbours along that axis each would be a sector, once for every axis over which the operand is repeated."""
+    for n in _accesses(kernel):
+        if n.index is None or n.index.indirect or inner not in n.index.axes() or n.index.stride_of(inner) in (1, -1):
+            continue
+        if _product(tuple(shape.sizes[a] for a in n.index.axes())) * TYPES[n.dtype].size < target.shared:
+            continue
+        for a in n.index.axes():
+            if n.index.stride_of(a) in (1, -1) and shape.sizes[a] >= 8 and shape.sizes[inner] >= APART:
+                return a
+    return None
 
 
 def _tiles(shape: _Shape, outer: int, inner: int, target: Target) -> Config:

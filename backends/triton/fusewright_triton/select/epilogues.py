@@ -6,6 +6,7 @@ multiples of 16 bytes are three to six times slower. `kernels/hopper.py` and, fo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,6 +21,7 @@ from fusewright.toolkit.region.pattern import Match, chain, many, one
 from fusewright.toolkit.region.rewrite import Row
 from fusewright_triton.kernels import product_ops
 from fusewright_triton.run.graphs import repeated, several
+from fusewright_triton.select import aligned
 from fusewright_triton.select.calls import Calls
 
 RESHAPES = frozenset({"view", "reshape", "alias"})
@@ -36,7 +38,8 @@ def suits(op: OpView, c: Calls) -> bool:
     if w.dtype != x.dtype or (bias is not None and spec_of(bias).dtype != x.dtype) or w.stride[1] != 1:
         return False
     (m, k, n), least = sizes(op), c.target.bounds
-    return m >= least.product_rows and m * n >= least.product_results and k % 8 == 0
+    fits = k % aligned.PADDED_TO == 0 or aligned.lacking(op, c)[0] > 0
+    return m >= least.product_rows and m * n >= least.product_results and fits
 
 
 def sizes(op: OpView) -> tuple[int, int, int]:
@@ -56,7 +59,17 @@ def _activated(m: Match, c: Calls) -> bool:
     op, out = m.anchor, m.out
     if spec_of(out).dtype != spec_of(op.out).dtype or activation_of(m.last) is None:
         return False
-    return stored(out, c) and suits(op, c) and dense(out)
+    return stored(out, c) and suits(op, c) and dense(out) and not _padded_behind(op, out, c)
+
+
+def _padded_behind(op: OpView, out: Value, c: Calls) -> bool:
+    """Whether only products read rows of odd length, for which a kernel writes zeros behind them and can activate too."""
+    if not aligned.lacking(op, c)[1] or c.graph.escapes(out):
+        return False
+    return all(
+        aligned.lacking(u, c)[0] if u.op == "linear" else _reshapes(u) and _padded_behind(op, u.out, c)
+        for u in c.graph.users(out)
+    )
 
 
 def _unscaled(op: OpView, m: Match, c: Calls) -> bool:
@@ -90,7 +103,7 @@ def write(m: Match, c: Calls) -> None:
     """Emit the product and its matched epilogue as one call of our kernel."""
     op, out, residual = m.anchor, m.out, m.get("residual")
     name = "" if residual is not None else activation_of(m.last) or ""
-    given = c.b.any_strides(op.arg("input")), c.exact(op.arg("weight")), c.exact(op.arg("bias"))
+    given = aligned.operands(op, c)
     product, wanted = spec_of(op.out), spec_of(out)
     same = product.shape == wanted.shape
     made = out if same else c.ctx.value(replace(product, stride=contiguous_strides(product.shape)))  # type: ignore[arg-type]
@@ -123,13 +136,12 @@ PLAIN = Row("triton.product.plain", chain("linear"), when=_plain, pays=pays, wri
 """A linear alone, where our kernel is faster: rows so short that a library's kernel stalls on its epilogues."""
 
 
-def linear(op: OpView, n: int, weight: Ref, bias: Ref | None, out: Value, c: Calls) -> None:
-    """Emit a linear of `op`'s input with another weight of `n` rows, by the faster kernel."""
-    x = c.b.any_strides(op.arg("input"))
+def linear(op: OpView, n: int, given: Sequence[Ref | None], out: Value, c: Calls) -> None:
+    """Emit a linear of these operands, which replace those of `op`, with `n` results, by the faster kernel."""
     if not c.ctx.device.simulated and suits(op, c) and faster(op, Epilogue(), c, n):
-        c.b.call(product_ops.LINEAR, x, weight, bias, "", c.ctx.device.arch, out=out)
+        c.b.call(product_ops.LINEAR, *given, "", c.ctx.device.arch, out=out)
     else:
-        c.b.call("aten::linear.default", x, weight, bias, out=out)
+        c.b.call("aten::linear.default", *given, out=out)
 
 
 def _reshapes(op: OpView) -> bool:

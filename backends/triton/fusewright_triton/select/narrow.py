@@ -14,9 +14,10 @@ from fusewright.toolkit.region.graph import spec_of
 from fusewright.toolkit.region.pattern import Match, chain
 from fusewright.toolkit.region.rewrite import Row
 from fusewright.toolkit.region.sums import write_sum
+from fusewright_triton.select import aligned
 from fusewright_triton.select.calls import Calls
 
-MOST = 8
+MOST = aligned.FEW
 """The longest sum."""
 
 ALIGNED, WIDE = 16, 64

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -17,14 +16,10 @@ from fusewright.toolkit.region.pattern import Match, chain
 from fusewright.toolkit.region.products import joined, siblings_of, taken_apart, widths_of
 from fusewright.toolkit.region.rewrite import Row
 from fusewright_triton.select import epilogues
+from fusewright_triton.select.aligned import HALF, PADDED_TO, each_call, lacking, operands, rows, vector
 from fusewright_triton.select.calls import Calls
 
-PADDED_TO = 8
-"""Row lengths in a half type that are multiples of this suit the tensor memory accelerator and 16-byte loads."""
-
 REPEATS = 10
-
-HALF = (torch.bfloat16, torch.float16)
 
 
 def reason(op: OpView) -> str | None:
@@ -36,7 +31,7 @@ def reason(op: OpView) -> str | None:
 
 
 def _odd(m: Match, c: Calls) -> bool:
-    return _unsuited(m.anchor, c) and epilogues.leaving(m, c)
+    return lacking(m.anchor, c)[1] > 0 and epilogues.leaving(m, c)
 
 
 def _siblings(m: Match, c: Calls) -> Match | None:
@@ -48,56 +43,49 @@ def _siblings(m: Match, c: Calls) -> Match | None:
 def _padding_helps(m: Match, c: Calls) -> bool:
     """Match unsuitable widths, if the weight is constant and so padded once, or in training, where it is padded at each call."""
     constant = c.is_const(m.anchor.arg("weight"), m.anchor.arg("bias"))
-    return _unsuited(m.anchor, c) and (constant or c.graph.phase != "infer")
+    return any(lacking(m.anchor, c)) and (constant or c.graph.phase != "infer")
 
 
 def _concatenated(m: Match, c: Calls) -> None:
     """Emit all siblings as one product; each result is a slice of it, without a copy."""
-    _sliced(m.ops, c, *joined(m.ops, c.b))
+    weight, bias = joined(m.ops, c.b)
+    behind, more = max(lacking(op, c)[0] for op in m.ops), 0
+    if any(any(lacking(op, c)) for op in m.ops):
+        more = -sum(widths_of(m.ops)) % vector(spec_of(m.anchor.out).dtype)
+        weight = c.b.prepare("aten::constant_pad_nd.default", weight, (0, behind, 0, more), 0)
+        bias = bias and c.b.prepare("aten::constant_pad_nd.default", bias, (0, more), 0)
+    _sliced(m.ops, c, rows(m.anchor.arg("input"), behind, c), weight, bias, more)
 
 
-def _sliced(group: Sequence[OpView], c: Calls, weight: Ref, bias: Ref | None, more: int = 0) -> None:
+def _sliced(group: Sequence[OpView], c: Calls, x: Ref | None, weight: Ref, bias: Ref | None, more: int = 0) -> None:
     """Emit one product whose columns are the results of `group` in order, and `more` unused ones."""
     whole = c.ctx.value(None)
-    epilogues.linear(group[0], sum(widths_of(group)) + more, weight, bias, whole, c)
+    epilogues.linear(group[0], sum(widths_of(group)) + more, (x, weight, bias), whole, c)
     taken_apart(group, Ref(whole.id), c.b, more)
-
-
-def _unsuited(op: OpView, c: Calls) -> bool:
-    out = spec_of(op.out)
-    width = out.shape[-1]
-    return out.dtype in HALF and width % PADDED_TO != 0 and out.numel_hint() >= c.target.bounds.padded_results  # type: ignore[operator]
 
 
 def _padding_pays(m: Match, c: Calls) -> bool:
     """Return whether a product of padded rows, with a copy of the wanted part, beats one of unsuitable rows."""
     op = m.anchor
-    x, (rows, k, n), biased = spec_of(op.arg("input")), epilogues.sizes(op), op.arg("bias") is not None
-    like = (x.dtype, x.device, biased)
+    x, (m_, k, n), biased = spec_of(op.arg("input")), epilogues.sizes(op), op.arg("bias") is not None
+    like, lacks = (x.dtype, x.device, biased), lacking(op, c)
 
     def padded() -> Thunk:
-        return _products(rows, k, [n + -n % PADDED_TO], *like, wanted=n)
+        return _products(m_, k + lacks[0], [n + lacks[1]], *like, wanted=n, given=k)
 
-    key = f"padded {str(x.dtype).removeprefix('torch.')} {rows}x{k}x{n}{' bias' * biased}"
-    return c.pays(key, lambda: _products(rows, k, [n], *like), padded)
+    key = f"padded {str(x.dtype).removeprefix('torch.')} {m_}x{k}x{n}{' bias' * biased}"
+    return c.pays(key, lambda: _products(m_, k, [n], *like), padded)
 
 
 def _padded(m: Match, c: Calls) -> None:
-    """Emit the product with a weight padded by rows of zeros; the result is a slice, with gaps between its rows."""
+    """Emit the product of operands padded with zeros. If results were added, the wanted ones are a slice of them."""
     op = m.anchor
-    more = -int(spec_of(op.out).shape[-1]) % PADDED_TO  # type: ignore[arg-type]
-    make = c.b.prepare if c.is_const(op.arg("weight"), op.arg("bias")) else partial(_each_call, c)
-    weight = make("aten::constant_pad_nd.default", c.b.exact(op.arg("weight")), (0, 0, 0, more), 0)
-    bias = c.exact(op.arg("bias"))
-    padded = None if bias is None else make("aten::constant_pad_nd.default", bias, (0, more), 0)
-    _sliced([op], c, weight, padded, more)
-
-
-def _each_call(c: Calls, target: str, *args: Any) -> Ref:
-    """Compute at every call what `Builder.prepare` would compute once: weights change in training."""
-    made = c.ctx.value(None)
-    c.b.call(target, *args, out=made)
-    return Ref(made.id)
+    more = lacking(op, c)[1]
+    given = operands(op, c, more)
+    if more:
+        _sliced([op], c, *given, more)
+    else:
+        epilogues.linear(op, epilogues.sizes(op)[2], given, op.out, c)
 
 
 def mm_reason(op: OpView) -> str | None:
@@ -135,7 +123,7 @@ def _with_padded_rows(m: Match, c: Calls) -> None:
     rows, inner, columns = _added(specs, [_worth_a_copy(s, c) for s in specs])
     a, b = _enlarged(left, rows, inner, c), _enlarged(right, inner, columns, c)
     if columns:
-        b = _each_call(c, "aten::slice.Tensor", b, 1, 0, specs[1].shape[1])
+        b = each_call(c, "aten::slice.Tensor", b, 1, 0, specs[1].shape[1])
     whole = c.ctx.value(None) if rows else out
     c.b.call("aten::mm.default", a, b, out=whole, op=op)
     if rows:
@@ -155,7 +143,7 @@ def _enlarged(value: Value, rows: int, columns: int, c: Calls) -> Ref:
     if not rows and not columns:
         return c.b.exact(value)
     if spec_of(value).stride[1] != 1:
-        return _each_call(c, "aten::t.default", _enlarged(_transposed(value, c), columns, rows, c))
+        return each_call(c, "aten::t.default", _enlarged(_transposed(value, c), columns, rows, c))
     key = value.id, rows, columns
     if key not in c.padded:
         c.padded[key] = c.b.append_op("constant_pad_nd", value, (0, columns, 0, rows), 0)
@@ -192,17 +180,19 @@ def _concat_pays(m: Match, c: Calls) -> bool:
 
 
 def _products(
-    m: int, k: int, widths: Sequence[int], dtype: torch.dtype, device: str, biased: bool, wanted: int | None = None
-) -> Thunk:
-    """Time products of one tensor. `wanted`: columns that are copied out of each."""
-    x = torch.full((m, k), 0.5, dtype=dtype, device=device)
+    m: int, k: int, widths: Sequence[int], dtype: torch.dtype, device: str, biased: bool, wanted: int | None = None,
+    given: int | None = None,
+) -> Thunk:  # fmt: skip
+    """Time products of one tensor. `wanted`: columns that are copied out of each. `given`: features of a tensor that is padded."""
+    x = torch.full((m, given or k), 0.5, dtype=dtype, device=device)
     ws = [torch.full((n, k), 0.5, dtype=dtype, device=device) for n in widths]
     bs = [torch.zeros(n, dtype=dtype, device=device) if biased else None for n in widths]
 
     def run() -> None:
         for _ in range(REPEATS):
+            rows = torch.nn.functional.pad(x, (0, k - x.shape[1])) if given else x
             for w, b in zip(ws, bs, strict=True):
-                out = torch.nn.functional.linear(x, w, b)
+                out = torch.nn.functional.linear(rows, w, b)
                 if wanted is not None:
                     out[:, :wanted].contiguous()
         torch.cuda.synchronize(device)

@@ -37,7 +37,7 @@ STRIDE_FREE = _ELEMENTWISE - {"clone", "copy"} | {
 too, as torch's metadata functions determine. An op that does not accept the strides (a view) reads a copy."""
 NORMS = frozenset({"layer_norm", "rms_norm"})
 """Rows of the opset whose kernels run along the innermost dim."""
-OWN_STRIDES = frozenset({"sdpa"})
+OWN_STRIDES = frozenset({"sdpa", "gather", "index_select"})
 """Rows that accept any strides and whose result's strides do not depend on them."""
 
 
@@ -138,6 +138,10 @@ class Builder:
             return made
 
         return self.read_instead(value, self.once((value.id, layout), make))
+
+    def moved(self, value: Value, made: Value) -> None:
+        """Let ops behind read `made`, which holds the elements of a value with other strides."""
+        self._moved[value.id] = made
 
     def read_instead(self, value: Value, made: Value) -> Value:
         """Let the op that is being written read `made`, of whatever shape, in place of `value`."""
@@ -278,16 +282,21 @@ class Builder:
         if self.row_major_norms and any_strides:
             self._lay_instances(op)
 
-    def leave_with(self, op: OpView, stride: Sequence[int]) -> None:
-        """Leave `op` to the fuser with its actual operands, of which its first result has this stride."""
-        self.with_layout(op.outs[0], stride)
+    def takes_any_strides(self, op: OpView) -> bool:
+        """Whether an op that is left to the fuser reads values of fixed sizes with whatever strides they have."""
+        return op.op in STRIDE_FREE | OWN_STRIDES and all(v.spec is not None and v.spec.static for v in op.inputs())
+
+    def leave_with(self, op: OpView, *strides: Sequence[int]) -> None:
+        """Leave `op` to the fuser with its actual operands, of which its first results have these strides."""
+        for out, stride in zip(op.outs, strides, strict=False):
+            self.with_layout(out, stride)
         self.ops.append(self.resolved(op))
 
     def _laid_alike(self, op: OpView) -> bool:
         """Whether an op that accepts any strides is given such that it makes its result as in the graph: libraries choose by dense
         rows, and order a result's dimensions like an operand's."""
         pairs = ((v.spec, self.spec(v)) for v in op.inputs() if v.id in self._moved)
-        return op.op not in OWN_STRIDES or all(a is not None and _order(a) == _order(b) is not None for a, b in pairs)
+        return op.op != "sdpa" or all(a is not None and _order(a) == _order(b) is not None for a, b in pairs)
 
     def _returned_with_others(self, op: OpView) -> bool:
         """Whether `op` is a view of memory of which several values leave the region: copied to the graph's strides one by one,

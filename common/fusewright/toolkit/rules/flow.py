@@ -21,6 +21,7 @@ other reader: reading a value before a cast to a wider type is cheaper than behi
 READ_AGAIN = 4
 """How often an element may be recomputed rather than stored."""
 
+PAD = "constant_pad_nd"
 PERMUTE = frozenset({"permute", "transpose", "t"})
 
 INLINE_DEPTH = 12
@@ -99,6 +100,7 @@ class Flow:
         read, size = self._bytes_read(op), op.out.spec.bytes_hint()
         small = read * INLINE_BYTES <= size or (_about(2 * read, size) and op.out.id not in self.needed) or (tiny and read <= 64)
         small = small or (_about(read, size) and self._has_one_user(op))
+        small = small or self._is_padded_once(op)
         small = small or (self._is_permuted_once(op) and (_about(read, size) or self._reads_permuted(op)))
         if small and not tiny and self._has_window(op) and self._is_read_by_window(op.out):
             return None  # each window would compute all of those behind it
@@ -135,7 +137,26 @@ class Flow:
         if self._views(user):
             return self._has_one_user(user, times)
         assert op.out.spec is not None
-        return bool(self._rules_of(user)) and user.out.spec.numel_hint() <= times * op.out.spec.numel_hint()
+        once = user.op == PAD or user.out.spec.numel_hint() <= times * op.out.spec.numel_hint()  # whatever is added behind it
+        return bool(self._rules_of(user)) and once
+
+    def _is_padded_once(self, op: OpView, depth: int = 1, given: int = -1) -> bool:
+        """Whether one kernel op pads the result, perhaps after others like `op`: it cannot share a loop with `op` except by
+        computing it, and reads each element once. `given`: an operand that is computed there too."""
+        if depth > INLINE_DEPTH or not self._has_one_user(op, 1) or self._alone_reads_kernels(op, given):
+            return False
+        (user,) = {u.id: u for u in self.users[op.out.id]}.values()
+        while self._views(user) and self._has_one_user(user, 1):
+            (user,) = {u.id: u for u in self.users[user.out.id]}.values()
+        rules = self._rules_of(user)
+        if user.op == PAD:
+            return True
+        return isinstance(rules[0], Map) and len(user.outs) == 1 and self._is_padded_once(user, depth + 1, op.out.id)
+
+    def _alone_reads_kernels(self, op: OpView, given: int) -> bool:
+        """Whether only `op` reads what a kernel makes (`given` apart), which would be stored in place of the result of `op`."""
+        made = {x.id for v in op.inputs() for x in self.sources(v) if x.id in self.producer and x.id != given}
+        return any(i not in self.needed and len({u.id for u in self.users[i]}) == 1 for i in made)
 
     def _is_permuted_once(self, op: OpView) -> bool:
         """Whether one kernel op reads the result, in another order: it cannot share a loop with `op` except by computing it."""

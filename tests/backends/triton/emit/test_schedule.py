@@ -114,6 +114,49 @@ def dots(points: int, length: int, gather: bool) -> Kernel:
     return b.build()
 
 
+def repeated(batch: int, points: int, near: int, channels: int) -> Kernel:
+    """Points, whose channels lie apart, over their neighbours."""
+    b = Builder("repeated", p=[batch, points, near, channels])
+    x, y, out = b.input("x", "bf16"), b.input("y", "bf16"), b.output("out", "bf16")
+    n, p, k, c = b.axes
+    flat = ((n * points + p) * near + k) * channels + c
+    own = b.load(x, n * (channels * points) + c * points + p).to("f32")
+    b.store(out, flat, (b.load(y, flat).to("f32") - own).to("bf16"))
+    return b.build()
+
+
+def test_an_operand_that_lies_across_and_is_repeated_is_read_in_tiles() -> None:
+    """It is a twentieth of what the kernel moves, and one sector for each element in a block of neighbours along the channels."""
+    assert [t.axes for t in choose(repeated(16, 1024, 20, 256), H100).tiles] == [(1,), (3,)]
+    assert [t.axes for t in choose(repeated(16, 1024, 20, 16), H100).tiles] == [(0, 1, 2, 3)], "a block repeats its sectors"
+    assert [t.axes for t in choose(repeated(2, 64, 20, 256), H100).tiles] == [(0, 1, 2, 3)], "in the first cache"
+    kernel = repeated(2, 515, 3, 260)
+    assert len(choose(kernel, H100).tiles) == 2
+    x, y = torch.randn(2, 260, 515).bfloat16(), torch.randn(2, 515, 3, 260).bfloat16()
+    out = torch.empty_like(y)
+    simulate(kernel, [x, y, out], target=H100)
+    torch.testing.assert_close(out, y - x.mT[:, :, None])
+
+
+@pytest.mark.parametrize("columns", [256, 320, 100])
+def test_a_block_of_gathered_rows_has_one_position_for_each_of_its_lines(columns: int) -> None:
+    """Positions are eight bytes wide, and narrow no lane: 16 elements of bf16 each."""
+    rows = 999
+    b = Builder("gather", p=[rows, columns])
+    table, at, out = b.input("table", "bf16"), b.input("at", "i64"), b.output("out", "bf16")
+    i, j = b.axes
+    found = b.indirect(b.bound(b.load(at, i), 50))
+    b.store(out, i * columns + j, (b.load(table, found * columns + j).to("f32") * 2.0).to("bf16"))
+    kernel = b.build()
+    config = choose(kernel, H100)
+    assert [t.axes for t in config.tiles] == [(0,), (1,)] and config.tiles[1].block == {256: 256, 320: 128, 100: 128}[columns]
+    assert config.tiles[0].block * config.tiles[1].block == config.warps * 32 * 16 or config.warps == 1
+    given, index = torch.randn(50, columns).bfloat16(), torch.randint(0, 50, (rows,))
+    made = torch.empty(rows, columns, dtype=torch.bfloat16)
+    simulate(kernel, [given, index, made], target=H100)
+    torch.testing.assert_close(made, given[index] * 2)
+
+
 @pytest.mark.parametrize(("length", "gather", "rows"), [(64, False, 8), (64, True, 8), (4096, True, 1)])
 def test_products_of_short_rows_and_of_gathered_ones_are_no_products_with_a_matrix(
     length: int, gather: bool, rows: int
