@@ -88,6 +88,34 @@ UNARY["acosh"] = (c(t(3, 4, low=1.1, high=3)),)
 UNARY |= {name: (c(UNIT),) for name in "asin acos atanh erfinv".split()}
 UNARY["bitwise_not"] = (c(X),)
 
+PROBABILITY = t(3, 4, low=0.05, high=0.95)
+OPENED: Cases = {
+    "nan_to_num": (c(X), c(given(math.nan, 1.0, -0.0)), c(SPECIAL, 1.5, 2.5, -3.5), c(t())),
+    "logit": (c(PROBABILITY), c(given(0.0, 1.0, 0.25, -1.0, 2.0), 0.125), c(t(low=0.1, high=0.2))),
+    "sinc": (c(X), c(given(0.0, -0.0, math.inf, math.nan, 0.5)), c(t())),
+    "softshrink": (c(X), c(SPECIAL, 1.0)),
+    "hardshrink": (c(X), c(SPECIAL, 1.0)),
+    **{name: (c(X), c(SPECIAL), c(t())) for name in ("isposinf", "isneginf")},
+    **{
+        name: (c(X, POS), c(t(3, 1), t(4, low=1, high=4)), c(given(0.0, 0.0, 1.0), given(0.0, math.nan, 0.5)))
+        for name in ("xlogy", "xlog1py")
+    },
+    "cross": (c(t(4, 3), t(4, 3)), c(t(3, 4), t(3, 1), dim=0)),
+    "std_mean": (c(X, [1]), c(t(2, 3, 4), [0, 2], correction=0, keepdim=True), c(X)),
+    "aminmax": (c(X), c(t(2, 3, 4), dim=1), c(t(2, 3, 4), dim=-1, keepdim=True), c(t())),
+    "euclidean_dist": (c(t(5, 3), t(4, 3)), c(t(2, 5, 3), t(2, 4, 3))),
+    "bce": (c(PROBABILITY, t(3, 4, low=0, high=1)), c(PROBABILITY, t(3, 4, low=0, high=1), V, 2),
+        c(given(0.0, 1.0, 0.5), given(1.0, 0.5, 0.0), None, 0)),
+    "bce_backward": (c(t(), PROBABILITY, t(3, 4, low=0, high=1)), c(X, PROBABILITY, t(3, 4, low=0, high=1), V, 0)),
+    "logit_backward": (c(X, PROBABILITY), c(t(5), given(0.0, 1.0, 0.25, -1.0, 2.0), 0.125), c(t(3), given(0.5, -1.0, 2.0))),
+    "rot90": tuple(c(t(2, 3, 4), k, dims) for k, dims in ((1, [0, 1]), (2, [1, 2]), (3, [-1, 0]), (4, [0, 1]), (-1, [0, 2]))),
+    "diag_embed": (c(X), c(X, -1), c(t(2, 3, 4), 2, 0, -2)),
+    "diagonal_copy": (c(X), c(t(2, 3, 4), 1, 0, -1)),
+    "diagonal_backward": (c(t(3), [3, 4], 0, 0, 1), c(t(3, 1), [2, 3, 4], -1, 0, -1)),
+    "channel_shuffle": (c(t(2, 6, 3, 2), 3), c(LAST, 2)),
+}  # fmt: skip
+"""Rows of `ops.table.opened`."""
+
 BINARY: Cases = {name: (c(X, Y), c(X, V), c(t(), Y), c(X, t(3, 4, dtype=F64))) for name in _BINARY.split()}
 BINARY["add"] += (c(X, Y, alpha=0),)
 for name in ("add", "sub", "mul"):
@@ -432,6 +460,7 @@ CASES: Cases = {
         c(X, t(3, 4, low=0, high=1)),
         c(X, t(3, 4, low=0, high=1), V, t(4, low=0.5, high=2), 0),
     ),
+    **OPENED,
     # quantized
     "quantize": (c(t(3, 4, dtype=F32), 0.05, 3, 0, 255, U8), c(t(3, 4, dtype=F32), 0.01, 0, -128, 127, I8)),
     "quantize_tensor": (c(t(3, 4, dtype=F32), given(0.05), given(3, dtype=I64), 0, 255, U8),),
@@ -625,6 +654,7 @@ _EVERY = """
     transpose t squeeze unsqueeze slice select split split_with_sizes unbind diagonal unfold
     as_strided alias constant_pad_nd roll flip repeat tril triu embedding logical_not logical_and
     logical_or logical_xor sum full_like fill new_full empty_like new_empty new_empty_strided
+    diag_embed diagonal_copy diagonal_backward rot90
     scatter scatter_value scatter_add index_put index_copy slice_scatter select_scatter
     diagonal_scatter as_strided_scatter masked_scatter div exp sin sqrt tanh sigmoid erf amax amin
     cumsum
@@ -634,6 +664,7 @@ _NUMBERS = """
     rsub neg sign sgn div_rounded fmod remainder copysign pow_scalar scalar_pow pow clamp
     clamp_tensor relu ceil floor trunc round isnan isinf signbit cumprod linear_scan cummax sort topk prod
     prod_all max_with_indices min_with_indices addcmul mm bmm addmm baddbmm dot mv scatter_reduce
+    isposinf isneginf nan_to_num cross aminmax xlogy
     index_add index_fill fill_tensor matmul fmax fmin bucketize exp2 expm1 log log2 rsqrt reciprocal
     atan2
 """

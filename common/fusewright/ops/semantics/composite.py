@@ -341,7 +341,7 @@ def pixel_unshuffle_shape(a: Args) -> tuple[Shape]:
 # ---- losses ----
 
 
-def _reduce(loss: Any, reduction: int) -> Any:
+def reduced_loss(loss: Any, reduction: int) -> Any:
     return (loss, loss.mean(), loss.sum())[reduction] if reduction != 0 else loss
 
 
@@ -385,15 +385,15 @@ def narrowed(loss: Callable[..., Any]) -> Callable[..., Any]:
 
 def huber_ref(x: Any, target: Any, reduction: int = 1, delta: float = 1.0) -> Any:
     d = (x - target).abs()
-    return _reduce(torch.where(d <= delta, 0.5 * d * d, delta * (d - 0.5 * delta)), reduction)
+    return reduced_loss(torch.where(d <= delta, 0.5 * d * d, delta * (d - 0.5 * delta)), reduction)
 
 
 def soft_margin_ref(x: Any, target: Any, reduction: int = 1) -> Any:
-    return _reduce(torch.log1p(torch.exp(-target * x)), reduction)
+    return reduced_loss(torch.log1p(torch.exp(-target * x)), reduction)
 
 
 def mse_loss_ref(x: Any, target: Any, reduction: int = 1) -> Any:
-    return _reduce((x - target) ** 2, reduction)
+    return reduced_loss((x - target) ** 2, reduction)
 
 
 def mse_loss(x: Any, target: Any, reduction: int = 1) -> Any:
@@ -402,7 +402,7 @@ def mse_loss(x: Any, target: Any, reduction: int = 1) -> Any:
 
 def smooth_l1_ref(x: Any, target: Any, reduction: int = 1, beta: float = 1.0) -> Any:
     d = (x - target).abs()
-    return _reduce(torch.where(d < beta, 0.5 * d * d / beta, d - 0.5 * beta) if beta else d, reduction)
+    return reduced_loss(torch.where(d < beta, 0.5 * d * d / beta, d - 0.5 * beta) if beta else d, reduction)
 
 
 def smooth_l1(x: Any, target: Any, reduction: int = 1, beta: float = 1.0) -> Any:
@@ -413,7 +413,7 @@ def bce_with_logits_ref(x: Any, target: Any, weight: Any = None, pos_weight: Any
     softplus_neg = torch.log1p(torch.exp(-x.abs())) + torch.relu(-x)
     factor = 1 if pos_weight is None else (pos_weight - 1) * target + 1
     loss = (1 - target) * x + factor * softplus_neg
-    return _reduce(loss if weight is None else loss * weight, reduction)
+    return reduced_loss(loss if weight is None else loss * weight, reduction)
 
 
 def bce_with_logits(x: Any, target: Any, weight: Any = None, pos_weight: Any = None, reduction: int = 1) -> Any:

@@ -216,6 +216,6 @@ ROWS: tuple[Op, ...] = (
     _op("nll_loss2d", "aten::nll_loss2d_forward", dt.dtype_of("self", 2), loss2d_shapes, m.nll_loss2d_ref,
         "nll_loss of every pixel; total weight", "", m.nll_loss2d),
     _op("bce_with_logits", "aten::binary_cross_entropy_with_logits", dt.dtype_of("target"), pointwise_loss_shape,
-        m.bce_with_logits_ref, "binary cross entropy of sigmoid(self), reduced", "", m.bce_with_logits),
+        m.bce_with_logits_ref, "binary cross entropy of sigmoid(self), reduced", "", m.bce_with_logits, opened=True),
 )
 # fmt: on
