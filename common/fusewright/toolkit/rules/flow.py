@@ -63,6 +63,7 @@ class Flow:
             self._rules[op.id] = rules
             for k, out in enumerate(op.outs):
                 self.producer[out.id] = (op, k)
+            self._zip(op, whole)
             depth = self._inline_depth(op, rules)
             if depth is not None and op.id not in whole:
                 self._inline[op.id] = depth
@@ -136,6 +137,24 @@ class Flow:
             return self._has_one_user(user, times)
         assert op.out.spec is not None
         return bool(self._rules_of(user)) and user.out.spec.numel_hint() <= times * op.out.spec.numel_hint()
+
+    def _zip(self, stack: OpView, whole: frozenset[int]) -> None:
+        """Inline what a stack along a new last dimension alone reads, if to store and read its tensors would move as many
+        bytes as all that they are computed from: the parts of rotated pairs read the same pairs and angles."""
+        if stack.op != "stack" or stack.out.spec is None or stack.arg("dim") not in (-1, stack.out.spec.rank - 1):
+            return
+        makers = {made[0].id: made[0] for v in stack.inputs() if (made := self.producer.get(v.id)) is not None}
+        if len(makers) < len(stack.arg("tensors")) or not all(map(self._may_zip, makers.values())):
+            return
+        read = {x.id: x for op in makers.values() for v in op.inputs() for x in self.sources(v) if x.spec is not None}
+        if sum(x.spec.bytes_hint() for x in read.values()) <= 2 * stack.out.spec.bytes_hint():  # type: ignore[union-attr]
+            depths = {i: max((1 + self._depth(v) for v in op.inputs()), default=1) for i, op in makers.items()}
+            self._inline.update({i: n for i, n in depths.items() if n <= INLINE_DEPTH and i not in whole})
+
+    def _may_zip(self, op: OpView) -> bool:
+        rules = self.rules(op)
+        plain = bool(rules) and isinstance(rules[0], Map) and not self._has_window(op)
+        return plain and len(op.outs) == 1 and self._has_one_user(op)
 
     def _is_permuted_once(self, op: OpView) -> bool:
         """Whether one kernel op reads the result, in another order: it cannot share a loop with `op` except by computing it."""
