@@ -143,17 +143,31 @@ class Flow:
         bytes as all that they are computed from: the parts of rotated pairs read the same pairs and angles."""
         if stack.op != "stack" or stack.out.spec is None or stack.arg("dim") not in (-1, stack.out.spec.rank - 1):
             return
-        makers = {made[0].id: made[0] for v in stack.inputs() if (made := self.producer.get(v.id)) is not None}
-        if len(makers) < len(stack.arg("tensors")) or not all(map(self._may_zip, makers.values())):
+        made: dict[int, OpView] = {}
+        read = self._zipped(stack, made)
+        direct = [self.producer[v.id][0].id for v in stack.inputs() if v.id in self.producer]
+        if made.keys() & whole or len(made.keys() & set(direct)) < len(stack.arg("tensors")):
             return
-        read = {x.id: x for op in makers.values() for v in op.inputs() for x in self.sources(v) if x.spec is not None}
-        if sum(x.spec.bytes_hint() for x in read.values()) <= 2 * stack.out.spec.bytes_hint():  # type: ignore[union-attr]
-            depths = {i: max((1 + self._depth(v) for v in op.inputs()), default=1) for i, op in makers.items()}
-            self._inline.update({i: n for i, n in depths.items() if n <= INLINE_DEPTH and i not in whole})
+        if sum(x.spec.bytes_hint() for x in read.values()) > 2 * stack.out.spec.bytes_hint():  # type: ignore[union-attr]
+            return
+        for op in reversed(made.values()):  # operands first
+            self._inline[op.id] = max((1 + self._depth(v) for v in op.inputs()), default=1)
+
+    def _zipped(self, op: OpView, made: dict[int, OpView]) -> dict[int, Value]:
+        """The values behind `op` after ops that it alone reads, which are added to `made`."""
+        read: dict[int, Value] = {}
+        for v in op.inputs():
+            found = self.producer.get(v.id)
+            if found is not None and self._may_zip(found[0]) and len(made) < INLINE_DEPTH:
+                made[found[0].id] = found[0]
+                read.update(self._zipped(found[0], made))
+            elif v.spec is not None:
+                read.update((x.id, x) for x in self.sources(v) if x.spec is not None)
+        return read
 
     def _may_zip(self, op: OpView) -> bool:
         rules = self.rules(op)
-        plain = bool(rules) and isinstance(rules[0], Map) and not self._has_window(op)
+        plain = bool(rules) and isinstance(rules[0], Map) and rules[0].cost <= INLINE_COST and not self._has_window(op)
         return plain and len(op.outs) == 1 and self._has_one_user(op)
 
     def _is_permuted_once(self, op: OpView) -> bool:
