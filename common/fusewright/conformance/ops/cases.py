@@ -437,6 +437,13 @@ CASES: Cases = {
     "upsample_nearest1d": (c(t(2, 4, 6), [9]), c(t(2, 4, 6), [12], 2.0)),
     "upsample_nearest2d": (c(IMAGE, [12, 9]), c(IMAGE, [12, 12], 2.0, 2.0)),
     "upsample_nearest3d": (c(VOLUME, [7, 8, 9]), c(VOLUME, [10, 12, 21], 2.0, 2.0, 3.0)),
+    "upsample_nearest_exact1d": (c(t(2, 4, 6), [9]), c(t(2, 4, 6), [12], 2.0)),
+    "upsample_nearest_exact2d": (c(IMAGE, [12, 9]), c(LAST, [4, 5]), c(IMAGE, [9, 12], 1.5, 2.0)),
+    "upsample_nearest_exact3d": (c(VOLUME, [7, 8, 9]), c(VOLUME, [10, 12, 21], 2.0, 2.0, 3.0)),
+    "upsample_linear1d": (c(t(2, 4, 6), [9], False), c(t(2, 4, 6), [4], True), c(t(2, 4, 6), [15], False, 2.5)),
+    "upsample_trilinear3d": (
+        c(VOLUME, [7, 8, 9], False), c(VOLUME, [3, 6, 1], True), c(VOLUME, [10, 9, 14], False, 2.0, 1.5, 2.0),
+    ),
     "upsample_bilinear2d": (
         c(IMAGE, [12, 9], False),
         c(IMAGE, [9, 9], True),

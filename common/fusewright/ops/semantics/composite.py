@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -290,14 +291,15 @@ def adaptive_max_pool2d_ref(x: Any, output_size: Any) -> Any:
     return F.adaptive_max_pool2d(x, tuple(output_size), return_indices=True)
 
 
-def nearest_ref(x: Any, output_size: Any, *scales: float | None) -> Any:
+def nearest_ref(x: Any, output_size: Any, *scales: float | None, ahead: float = 0.0) -> Any:
     first = x.dim() - len(output_size)
     for d, (out, scale) in enumerate(zip(output_size, scales or [None] * len(output_size), strict=True), first):
         n, ratio = x.shape[d], 1 / scale if scale else x.shape[d] / out
-        x = x.index_select(d, (torch.arange(out, device=x.device) * ratio).floor().to(torch.int64).clamp(max=n - 1))
+        x = x.index_select(d, ((torch.arange(out, device=x.device) + ahead) * ratio).floor().to(torch.int64).clamp(max=n - 1))
     return x
 
 
+nearest_exact_ref = partial(nearest_ref, ahead=0.5)
 bilinear2d_ref = torch.ops.aten.upsample_bilinear2d.default
 bicubic2d_ref = torch.ops.aten.upsample_bicubic2d.default
 
