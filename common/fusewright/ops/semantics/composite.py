@@ -261,36 +261,6 @@ def avg_pool_ref(dims: int) -> Callable[..., Any]:
     return lambda x, size, stride=(), *rest: pool(x, tuple(size), tuple(stride or size), *rest)
 
 
-def _cells(size: int, out: int) -> list[slice]:
-    return [slice(i * size // out, -(-(i + 1) * size // out)) for i in range(out)]
-
-
-def adaptive_avg_pool2d_ref(x: Any, output_size: Any) -> Any:
-    rows, cols = (_cells(x.shape[d], n) for d, n in zip((-2, -1), output_size, strict=True))
-    return torch.stack([torch.stack([x[..., r, c].mean((-2, -1)) for c in cols], -1) for r in rows], -2)
-
-
-def whole_cells(shape: Sequence[Any], cells: Sequence[Any]) -> tuple[int, int] | None:
-    """The height and width of cells if all are equal, of known sizes."""
-    sizes = [*shape[-2:], *cells]
-    if not all(isinstance(n, int) and n for n in sizes) or any(n % k for n, k in zip(sizes[:2], sizes[2:], strict=True)):
-        return None
-    return sizes[0] // sizes[2], sizes[1] // sizes[3]
-
-
-def adaptive_avg_pool2d(x: Any, output_size: Any) -> Any:
-    """Means of equal cells, else the operator itself."""
-    cell = whole_cells(x.shape, output_size)
-    if cell is None:
-        return torch.ops.aten._adaptive_avg_pool2d(x, output_size)
-    cells = widened(x).unflatten(-1, (output_size[1], cell[1])).unflatten(-3, (output_size[0], cell[0]))
-    return cells.mean((-3, -1)).to(x.dtype)
-
-
-def adaptive_max_pool2d_ref(x: Any, output_size: Any) -> Any:
-    return F.adaptive_max_pool2d(x, tuple(output_size), return_indices=True)
-
-
 def nearest_ref(x: Any, output_size: Any, *scales: float | None, ahead: float = 0.0) -> Any:
     first = x.dim() - len(output_size)
     for d, (out, scale) in enumerate(zip(output_size, scales or [None] * len(output_size), strict=True), first):

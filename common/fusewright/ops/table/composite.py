@@ -12,6 +12,7 @@ from fusewright.ops import dtype_rules as dt
 from fusewright.ops import shape_rules as sh
 from fusewright.ops.core import Args, Kind, Op, Shape, row
 from fusewright.ops.rules import device_type
+from fusewright.ops.semantics import adaptive
 from fusewright.ops.semantics import composite as m
 from fusewright.ops.semantics import norm as nm
 from fusewright.ops.semantics import resize
@@ -187,10 +188,11 @@ ROWS: tuple[Op, ...] = (
         "ONNX AveragePool"),
     _op("avg_pool3d", "aten::avg_pool3d", dt.SELF, sh.pooled(1, 3), m.avg_pool_ref(3), "mean of each window",
         "ONNX AveragePool"),
-    _op("adaptive_avg_pool2d", "aten::_adaptive_avg_pool2d", dt.SELF, sh.resized(2), m.adaptive_avg_pool2d_ref,
-        "means of equal cells; the mean of the plane when the output is 1x1", "", m.adaptive_avg_pool2d, opened=True),
-    _op("adaptive_max_pool2d", "aten::adaptive_max_pool2d", _SELF_INT64, sh.shapes(sh.resized(2), sh.resized(2)),
-        m.adaptive_max_pool2d_ref, "maxima of equal cells, and their flat indices"),
+    *(_op(f"adaptive_avg_pool{n}d", f"aten::_adaptive_avg_pool{n}d", dt.SELF, sh.resized(n), adaptive.avg_ref(n),
+        "means of a given number of cells", "", adaptive.avg(n), opened=True) for n in (2, 3)),
+    *(_op(f"adaptive_max_pool{n}d", f"aten::adaptive_max_pool{n}d", _SELF_INT64, sh.shapes(sh.resized(n), sh.resized(n)),
+        adaptive.max_ref(n), "maxima of a given number of cells, and their flat indices", "", adaptive.max_pool(n), opened=True)
+        for n in (2, 3)),
     *(_op(f"upsample_nearest{n}d", f"aten::upsample_nearest{n}d", dt.SELF, sh.resized(n), m.nearest_ref, "resized, nearest pixel",
         "ONNX Resize", m.torch_decomposition(f"aten::upsample_nearest{n}d")) for n in (1, 2, 3)),
     _op("upsample_bilinear2d", "aten::upsample_bilinear2d", dt.SELF, sh.resized(2), m.bilinear2d_ref,
