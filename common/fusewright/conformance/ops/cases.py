@@ -456,6 +456,17 @@ CASES: Cases = {
         c(IMAGE, [12, 15], False, 2.0, 2.5),
     ),
     "upsample_bicubic2d": (c(IMAGE, [12, 9], False),),
+    "grid_sampler_2d": tuple(
+        c(x, t(2, 3, 5, 2, low=-1.3, high=1.3), mode, padding, corners)
+        for x, mode, padding, corners in (
+            (IMAGE, 0, 0, False), (IMAGE, 0, 1, True), (IMAGE, 1, 0, True), (LAST, 0, 0, False), (IMAGE, 0, 2, False),
+            (IMAGE, 2, 0, False),
+        )
+    ),
+    "grid_sampler_3d": tuple(
+        c(VOLUME, t(2, 3, 2, 5, 3, low=-1.3, high=1.3), mode, padding, corners)
+        for mode, padding, corners in ((0, 0, False), (0, 1, True), (1, 0, True), (0, 2, False))
+    ),
     "pixel_shuffle": (c(IMAGE, 2),),
     "pixel_unshuffle": (c(IMAGE, 2), c(t(3, 6, 9), 3)),
     "nll_loss": tuple(
@@ -693,6 +704,7 @@ _QUANTIZED = """
 DTYPES: dict[str, tuple[torch.dtype, ...]] = {
     **dict.fromkeys((*_QUANTIZED.split(), "q_linear", "q_linear_tensor", "q_conv", "int_mm"), ANY),
     **dict.fromkeys(("avg_pool3d", "avg_pool3d_backward"), (F32, F64)),  # eager has no other on a CPU
+    **dict.fromkeys(("grid_sampler_2d", "grid_sampler_3d"), (F32, F64)),  # eager's places are rounded to half types on a CPU
     "hardsigmoid_backward": (F32, BF16),  # eager's 1/6 is an fp32 constant, in fp64 too
     **dict.fromkeys(_EVERY.split(), ALL),
     **dict.fromkeys(_NUMBERS.split(), NUMBERS),

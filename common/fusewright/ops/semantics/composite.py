@@ -274,6 +274,11 @@ bilinear2d_ref = torch.ops.aten.upsample_bilinear2d.default
 bicubic2d_ref = torch.ops.aten.upsample_bicubic2d.default
 
 
+def sampled_shape(a: Args) -> tuple[Shape]:
+    """[n, c, ...] at [n, ..., d] -> [n, c, ...], of the grid's sizes."""
+    return ((*a["input"].shape[:2], *a["grid"].shape[1:-1]),)
+
+
 def pixel_shuffle_ref(x: Any, upscale_factor: int) -> Any:
     *lead, c, h, w = x.shape
     r = upscale_factor
