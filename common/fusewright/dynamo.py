@@ -97,13 +97,18 @@ def compile_dynamo(
         gradients.simplify(gm)
 
     def compile_graph(aten: GraphModule, phase: Phase, const: frozenset[Node], mode: str) -> Callable[[list[Any]], Any]:
+        nonlocal compiling
+        compiling = True
         with gc_paused():  # AOTAutograd compiles the backward graph in the first backward call
             if phase == "infer":  # in training, the joint graph has been rewritten
                 host_tables(aten.graph)
             earlier = rules if phase == "forward" else None
-            return pipeline.compile_graph(backend, parsed, aten, phase, const, mode, comparison, earlier)
+            run = pipeline.compile_graph(backend, parsed, aten, phase, const, mode, comparison, earlier)
+        compiling = False
+        return run
 
     rules: RuleLog | None = None
+    compiling = False  # also after an error while a traced graph was compiled
 
     def without_loops(gm: GraphModule, inputs: Sequence[Any]) -> GraphModule | None:
         from fusewright.capture.loops import may_loop
@@ -122,7 +127,18 @@ def compile_dynamo(
             return capture.capture(laid, example_inputs, compile_graph, without_loops)
         except (RuntimeError, ValueError) as e:  # no view with such strides exists
             log.info("a training step keeps eager's layouts: %s", str(e).partition("\n")[0])
-    return capture.capture(gm, example_inputs, compile_graph, without_loops)
+    try:
+        return capture.capture(gm, example_inputs, compile_graph, without_loops)
+    except Exception as e:
+        if compiling or type(e) not in REFUSALS or parsed.fallback == "error":
+            raise
+        first, _, _ = str(e).partition("\n")
+        warn_once(f"eager runs a graph that cannot be traced: {first}")
+        return gm.forward  # raises its own error, when it is due, or none
+
+
+REFUSALS = (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError)
+"""What operators raise for calls that they refuse, or that have no gradient. Dynamo knows what to do with errors derived from these."""
 
 
 def _parsed(cls: type[Backend] | None, options: Mapping[str, Any] | None, mode: str | None) -> Options:
