@@ -138,7 +138,8 @@ def compile_dynamo(
 
 
 REFUSALS = (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError)
-"""What operators raise for calls that they refuse, or that have no gradient. Dynamo knows what to do with errors derived from these."""
+"""What operators raise for calls that they refuse, or that have no gradient. Dynamo knows what to do with errors derived from
+these."""
 
 
 def _parsed(cls: type[Backend] | None, options: Mapping[str, Any] | None, mode: str | None) -> Options:

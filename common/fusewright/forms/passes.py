@@ -79,8 +79,8 @@ REDUCE = Pass("reduced_in_place", "plan", PLAN, reduced_in_place)
 JOIN = Pass("copied_together", "plan", PLAN, copied_together)
 
 PASSES: tuple[tuple[str, str, tuple[Pass[Any, Any], ...]], ...] = (
-    # ATen overloads become rows of the opset; exact rules; branches of convolutions; wider products; complex numbers as pairs; common subexpressions; scans,
-    # recurrences and loops; composites opened on claim
+    # ATen overloads become rows of the opset; exact rules; branches of convolutions; wider products; complex numbers as
+    # pairs; common subexpressions; scans, recurrences and loops; composites opened on claim
     ("graph", "graph", (CANONICALIZE, REWRITE, BRANCHES, WIDEN, PAIRS, CSE, JOIN_SCANS, RECUR, FILL, ROLL, EXPAND)),
     # claimed ops in convex groups; the backend's rewrite rows over a region; its calls and kernels for a region
     ("graph", "region", (PARTITION,)),

@@ -171,7 +171,10 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(
         "add sub mul div fmod remainder maximum minimum fmax fmin atan2 hypot eq ne lt le gt ge".split(), _of_expanded
     ),
-    **{n: _iterated("self", "other") for n in "div_rounded copysign logaddexp logical_and logical_or logical_xor xlogy xlog1py".split()},
+    **{
+        n: _iterated("self", "other")
+        for n in "div_rounded copysign logaddexp logical_and logical_or logical_xor xlogy xlog1py".split()
+    },
     **{
         f"{n}_backward": _iterated("grad_output", "self")
         for n in "hardtanh hardswish hardsigmoid softplus logit".split()

@@ -1,5 +1,5 @@
-"""Pools of a given number of cells, of which cell i of n elements in m cells is floor(i * n / m) to ceil((i + 1) * n / m): formulas,
-and decompositions for equal cells."""
+"""Pools of a given number of cells, of which cell i of n elements in m cells is floor(i * n / m) to ceil((i + 1) * n / m):
+formulas, and decompositions for equal cells."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ A decomposition computes in eager's compute dtype: half inputs are widened to fp
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 

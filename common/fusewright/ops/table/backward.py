@@ -11,10 +11,9 @@ import torch
 from fusewright.ops import dtype_rules as dt
 from fusewright.ops import shape_rules as sh
 from fusewright.ops.core import Args, DtypeRule, Kind, Op, Shape, row
-from fusewright.ops.semantics import adaptive
+from fusewright.ops.semantics import adaptive, resize
 from fusewright.ops.semantics import backward as b
 from fusewright.ops.semantics import composite as m
-from fusewright.ops.semantics import resize
 from fusewright.ops.semantics.composite import torch_decomposition
 
 _op = partial(row, Kind.COMPOSITE)

@@ -12,10 +12,9 @@ from fusewright.ops import dtype_rules as dt
 from fusewright.ops import shape_rules as sh
 from fusewright.ops.core import Args, Kind, Op, Shape, row
 from fusewright.ops.rules import device_type
-from fusewright.ops.semantics import adaptive
+from fusewright.ops.semantics import adaptive, resize
 from fusewright.ops.semantics import composite as m
 from fusewright.ops.semantics import norm as nm
-from fusewright.ops.semantics import resize
 
 _op = partial(row, Kind.COMPOSITE)
 
@@ -205,8 +204,9 @@ ROWS: tuple[Op, ...] = (
         "resized, trilinear", "ONNX Resize"),
     _op("upsample_bicubic2d", "aten::upsample_bicubic2d", dt.SELF, sh.resized(2), m.bicubic2d_ref,
         "resized, bicubic", "ONNX Resize", m.torch_decomposition("aten::upsample_bicubic2d")),
-    *(_op(f"grid_sampler_{n}d", f"aten::grid_sampler_{n}d", dt.INPUT, m.sampled_shape, getattr(torch.ops.aten, f"grid_sampler_{n}d").default,
-        "input at the places of grid, interpolated", "Jaderberg et al., arXiv:1506.02025") for n in (2, 3)),
+    *(_op(f"grid_sampler_{n}d", f"aten::grid_sampler_{n}d", dt.INPUT, m.sampled_shape,
+        getattr(torch.ops.aten, f"grid_sampler_{n}d").default, "input at the places of grid, interpolated",
+        "Jaderberg et al., arXiv:1506.02025") for n in (2, 3)),
     _op("pixel_shuffle", "aten::pixel_shuffle", dt.SELF, m.pixel_shuffle_shape, m.pixel_shuffle_ref,
         "channels moved into r x r blocks of pixels", "Shi et al., arXiv:1609.05158", m.pixel_shuffle),
     _op("pixel_unshuffle", "aten::pixel_unshuffle", dt.SELF, m.pixel_unshuffle_shape, m.pixel_unshuffle_ref,

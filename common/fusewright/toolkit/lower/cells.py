@@ -12,7 +12,8 @@ from fusewright.toolkit.rules.kinds import Evaluator
 
 @dataclass(frozen=True)
 class Cells:
-    """`count` cells along a dimension of `length` elements: cell i is floor(i * length / count) to ceil((i + 1) * length / count)."""
+    """`count` cells along a dimension of `length` elements: cell i is floor(i * length / count) to
+    ceil((i + 1) * length / count)."""
 
     length: int
     count: int
