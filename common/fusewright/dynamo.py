@@ -97,18 +97,17 @@ def compile_dynamo(
         gradients.simplify(gm)
 
     def compile_graph(aten: GraphModule, phase: Phase, const: frozenset[Node], mode: str) -> Callable[[list[Any]], Any]:
-        nonlocal compiling
-        compiling = True
+        compiling.append(phase)
         with gc_paused():  # AOTAutograd compiles the backward graph in the first backward call
             if phase == "infer":  # in training, the joint graph has been rewritten
                 host_tables(aten.graph)
             earlier = rules if phase == "forward" else None
             run = pipeline.compile_graph(backend, parsed, aten, phase, const, mode, comparison, earlier)
-        compiling = False
+        compiling.clear()
         return run
 
     rules: RuleLog | None = None
-    compiling = False  # also after an error while a traced graph was compiled
+    compiling: list[Phase] = []  # not empty after an error while a traced graph was compiled
 
     def without_loops(gm: GraphModule, inputs: Sequence[Any]) -> GraphModule | None:
         from fusewright.capture.loops import may_loop

@@ -65,7 +65,7 @@ class _Pairs:
         if not all(isinstance(t, torch.Tensor) and t.layout is torch.strided for t in tensors):
             return False
         plain = all(n in self.parts or not lazy(value_of(n)) for n in given) and not compat.is_wrapper(value_of(node))
-        return plain and any(map(_is_complex, (node, *given))) and node.kwargs.get("alpha", 1) == 1
+        return plain and any(map(_is_complex, (node, *given))) and bool(node.kwargs.get("alpha", 1) == 1)
 
     def _made(self, node: Node, make: Callable[[_Pairs, Node], Parts | Node | None]) -> Node | None:
         found = make(self, node)
@@ -103,7 +103,8 @@ class _Pairs:
         if not isinstance(x, Node):
             return (x.real, x.imag) if isinstance(x, complex) else (x, 0.0)
         if _is_complex(x):
-            return tuple(self._cast(part, wanted) for part in self._parts(x))  # type: ignore[return-value]
+            real, imag = self._parts(x)
+            return self._cast(real, wanted), self._cast(imag, wanted)
         return self._cast(x, wanted), 0.0
 
     def _parts(self, x: Node) -> Parts:
@@ -173,9 +174,9 @@ def _same(c: _Pairs, node: Node) -> Parts | None:
 
 
 def _complex(c: _Pairs, node: Node) -> Parts | None:
-    real, imag = node.args
+    parts: list[Any] = [*node.args]
     shape = value_of(node).shape
-    return (real, imag) if all(_sizes(value_of(x).shape, shape) for x in (real, imag)) else None
+    return (parts[0], parts[1]) if all(_sizes(value_of(x).shape, shape) for x in parts) else None
 
 
 def _polar(c: _Pairs, node: Node) -> Parts:

@@ -148,7 +148,7 @@ class Flow:
         direct = [self.producer[v.id][0].id for v in stack.inputs() if v.id in self.producer]
         if made.keys() & whole or len(made.keys() & set(direct)) < len(stack.arg("tensors")):
             return
-        if sum(x.spec.bytes_hint() for x in read.values()) > 2 * stack.out.spec.bytes_hint():  # type: ignore[union-attr]
+        if sum(x.spec.bytes_hint() for x in read.values() if x.spec is not None) > 2 * stack.out.spec.bytes_hint():
             return
         for op in reversed(made.values()):  # operands first
             self._inline[op.id] = max((1 + self._depth(v) for v in op.inputs()), default=1)
