@@ -179,7 +179,7 @@ def embedded_shape(a: Args) -> tuple[Shape]:
 
 
 def diagonal_copy(x: Any, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
-    return torch.diagonal(x, offset, dim1, dim2).contiguous().clone()
+    return torch.diagonal(x, offset, dim1, dim2).clone(memory_format=torch.contiguous_format)
 
 
 def diagonal_backward(grad: Any, input_sizes: Any, offset: int, dim1: int, dim2: int) -> Any:
