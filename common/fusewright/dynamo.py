@@ -97,13 +97,17 @@ def compile_dynamo(
         gradients.simplify(gm)
 
     def compile_graph(aten: GraphModule, phase: Phase, const: frozenset[Node], mode: str) -> Callable[[list[Any]], Any]:
+        compiling.append(phase)
         with gc_paused():  # AOTAutograd compiles the backward graph in the first backward call
             if phase == "infer":  # in training, the joint graph has been rewritten
                 host_tables(aten.graph)
             earlier = rules if phase == "forward" else None
-            return pipeline.compile_graph(backend, parsed, aten, phase, const, mode, comparison, earlier)
+            run = pipeline.compile_graph(backend, parsed, aten, phase, const, mode, comparison, earlier)
+        compiling.clear()
+        return run
 
     rules: RuleLog | None = None
+    compiling: list[Phase] = []  # not empty after an error while a traced graph was compiled
 
     def without_loops(gm: GraphModule, inputs: Sequence[Any]) -> GraphModule | None:
         from fusewright.capture.loops import may_loop
@@ -123,7 +127,19 @@ def compile_dynamo(
             return capture.capture(laid, example_inputs, compile_graph, without_loops, multiple)
         except (RuntimeError, ValueError) as e:  # no view with such strides exists
             log.info("a training step keeps eager's layouts: %s", str(e).partition("\n")[0])
-    return capture.capture(gm, example_inputs, compile_graph, without_loops, multiple)
+    try:
+        return capture.capture(gm, example_inputs, compile_graph, without_loops, multiple)
+    except Exception as e:
+        if compiling or type(e) not in REFUSALS or parsed.strict or parsed.fallback == "error":
+            raise
+        first, _, _ = str(e).partition("\n")
+        warn_once(f"eager runs a graph that cannot be traced: {first}")
+        return gm.forward  # raises its own error, when it is due, or none
+
+
+REFUSALS = (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError)
+"""What operators raise for calls that they refuse, or that have no gradient. Dynamo knows what to do with errors derived from
+these."""
 
 
 def _here(backend: Backend, example_inputs: Sequence[Any]) -> bool:
@@ -154,12 +170,12 @@ def _parsed(cls: type[Backend] | None, options: Mapping[str, Any] | None, mode: 
 
 def _rules(cls: type[Backend]) -> set[str]:
     """All rule ids: the host's, those of the rows loaded with backends, and those that this backend adds."""
-    from fusewright.rewrite import associative, branches, filled, recurrence, unrolled, widen
+    from fusewright.rewrite import associative, branches, filled, pairs, recurrence, unrolled, widen
     from fusewright.rewrite.rules import RULES
     from fusewright.toolkit.region import pattern
 
     cls.lowers()  # imports the backend's tables, whose rows register their ids
-    passes = (m.ID for m in (associative, branches, filled, recurrence, widen))
+    passes = (m.ID for m in (associative, branches, filled, pairs, recurrence, widen))
     host = {"cse", *passes, *(rule.id for rule in (*RULES, *unrolled.RULES))}
     return {*host, *pattern.RULES, *cls.rules}
 

@@ -115,3 +115,17 @@ def test_an_ignored_label_is_no_index(backend: str) -> None:
     backward = torch.ops.aten.embedding_dense_backward
     out = compiled(lambda g, i: backward(g, i, 3, 2, False) + 0, backend)(grads, rows)
     torch.testing.assert_close(out, backward(grads, rows, 3, 2, False))
+
+
+@pytest.mark.parametrize("fn", [lambda x: torch.floor_divide(x, 0.3) + x, lambda x: torch.heaviside(x, x) * x])
+def test_a_call_without_a_gradient_raises_where_eager_does(fn: Any) -> None:
+    """In the backward pass, not while the graph is traced."""
+    if not registry.info("x86_onednn").available:
+        pytest.skip(f"x86_onednn: {registry.info('x86_onednn').device}")
+    x = torch.rand(4, requires_grad=True)
+    out = torch.compile(fn, backend="x86_onednn", options={"cache": False})(x)
+    torch.testing.assert_close(out, fn(x))
+    with pytest.raises(RuntimeError, match="derivative for aten::"):
+        out.sum().backward()
+    with pytest.raises(Exception, match="derivative for aten::"):
+        torch.compile(fn, backend="x86_onednn", options={"cache": False, "fallback": "error"})(x)

@@ -151,9 +151,28 @@ _INDEX_TYPES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], str]] = {
     "index_fill": (lambda x, i: x.index_fill(0, i, 2.0) + 1, (table(), _BYTES.int()), "Expected dtype int64 for index"),
 }
 
+_SIZES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], str]] = {
+    f"{mode}_resize": (
+        lambda x, mode=mode: F.interpolate(x.relu(), scale_factor=0.01, mode=mode) * 2, (torch.ones(1, 2, 8, 8),),
+        "output sizes should be greater than 0",
+    )
+    for mode in ("nearest", "nearest-exact", "bilinear", "bicubic")
+}
+
+_PROBABILITY = "all elements of input should be between 0 and 1"
+
+_VALUES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], str]] = {
+    "bce": (lambda x: F.binary_cross_entropy(x * 1, x.clamp(0, 1)) + 1, (torch.tensor([0.5, 0.0, 1.5]),), _PROBABILITY),
+    "bce_of_nan": (lambda x: F.binary_cross_entropy(x * 1, x * 0) + 1, (torch.tensor([0.5, float("nan")]),), _PROBABILITY),
+    "bce_of_part": (
+        lambda x: F.binary_cross_entropy(x * 1, x.clamp(0, 1), reduction="none")[:1] + 1, (torch.tensor([0.5, -1.0]),), _PROBABILITY
+    ),
+}
+
 CALLS: dict[str, BadCall] = {
     f"{kind}.{name}": BadCall(*call)
-    for kind, calls in (("index", _INDICES), ("number", _NUMBERS), ("dim", _DIMS), ("index type", _INDEX_TYPES))
+    for kind, calls in (("index", _INDICES), ("number", _NUMBERS), ("dim", _DIMS), ("index type", _INDEX_TYPES),
+                        ("size", _SIZES), ("value", _VALUES))
     for name, call in calls.items()
 }
 

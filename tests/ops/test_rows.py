@@ -47,7 +47,7 @@ ULPS = {torch.float64: 16, torch.float32: 16, torch.bfloat16: 1}
 """Allowed rounding error, in units in the last place of the largest value. Half types compute in fp32 and round about once."""
 
 
-MORE_ULPS = {"prod_all": 6, **{f"replication_pad{n}d_backward": 8 for n in (1, 2, 3)}}
+MORE_ULPS = {"prod_all": 6, "bce": 2, "adaptive_avg_pool2d_backward": 2, **{f"replication_pad{n}d_backward": 8 for n in (1, 2, 3)}}
 """Rows whose eager kernels round at every step."""
 
 

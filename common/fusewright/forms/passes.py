@@ -30,7 +30,7 @@ from fusewright.plan.inplace import copied_together, reduced_in_place, updated_i
 from fusewright.plan.replay.inference import DIVIDE
 from fusewright.plan.replay.pieces import PIECES
 from fusewright.plan.verify import FRAGMENT, PLACE, PLAN, Answer
-from fusewright.rewrite import associative, branches, expand, filled, recurrence, unrolled, widen
+from fusewright.rewrite import associative, branches, expand, filled, pairs, recurrence, unrolled, widen
 from fusewright.rewrite.engine import Rewriter
 from fusewright.rewrite.rules import RULES
 from fusewright.toolkit.fuse.build import with_buffers
@@ -63,6 +63,7 @@ def _answers(args: tuple[Any, ...], result: Compiled) -> list[Answer]:
 REWRITE = Pass("rules", "graph", GRAPH, _rules, in_place)
 BRANCHES = Pass("branches", "graph", GRAPH, branches.merge, in_place)
 WIDEN = Pass("widen", "graph", GRAPH, widen.widen, in_place)
+PAIRS = Pass("pairs", "graph", GRAPH, pairs.split, in_place)
 CSE = Pass("cse", "graph", GRAPH, merge_common, in_place)
 JOIN_SCANS = Pass("joined_scans", "graph", GRAPH, associative.join, in_place)
 RECUR = Pass("recurrences", "graph", GRAPH, recurrence.recur, in_place)
@@ -78,9 +79,9 @@ REDUCE = Pass("reduced_in_place", "plan", PLAN, reduced_in_place)
 JOIN = Pass("copied_together", "plan", PLAN, copied_together)
 
 PASSES: tuple[tuple[str, str, tuple[Pass[Any, Any], ...]], ...] = (
-    # ATen overloads become rows of the opset; exact rules; branches of convolutions; wider products; common subexpressions; scans,
-    # recurrences and loops; composites opened on claim
-    ("graph", "graph", (CANONICALIZE, REWRITE, BRANCHES, WIDEN, CSE, JOIN_SCANS, RECUR, FILL, ROLL, EXPAND)),
+    # ATen overloads become rows of the opset; exact rules; branches of convolutions; wider products; complex numbers as
+    # pairs; common subexpressions; scans, recurrences and loops; composites opened on claim
+    ("graph", "graph", (CANONICALIZE, REWRITE, BRANCHES, WIDEN, PAIRS, CSE, JOIN_SCANS, RECUR, FILL, ROLL, EXPAND)),
     # claimed ops in convex groups; the backend's rewrite rows over a region; its calls and kernels for a region
     ("graph", "region", (PARTITION,)),
     ("region", "region", (claimed, rewrite)),

@@ -78,6 +78,7 @@ def _doubtful(target: Any, given: Mapping[str, Any], result: Any) -> bool:
         return True
     values = [x for name in numbers for x in _each(given[name]) if x is not None]
     ranks = [x.dim() for x in values if isinstance(x, torch.Tensor)]
+    ranks += [len(given[name]) for name in ("input_sizes",) if name in given]  # a gradient's dims are those of its result
     if ranks and not all(_is_dim(d, max(ranks)) for name in dims for d in _each(given[name])):
         return True
     numbers_given = [x for x in values if not isinstance(x, torch.Tensor) or not x.dim()]

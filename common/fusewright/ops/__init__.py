@@ -22,6 +22,7 @@ from fusewright.ops.table import (
     contraction,
     creation,
     gather,
+    opened,
     pointwise,
     quantized,
     reduction,
@@ -49,7 +50,7 @@ __all__ = [
 
 ROWS: tuple[Op, ...] = (
     *pointwise.ROWS, *reduction.ROWS, *view.ROWS, *contraction.ROWS,
-    *gather.ROWS, *creation.ROWS, *composite.ROWS, *backward.ROWS, *quantized.ROWS,
+    *gather.ROWS, *creation.ROWS, *composite.ROWS, *opened.ROWS, *backward.ROWS, *quantized.ROWS,
 )  # fmt: skip
 """Every row of this opset version, whether or not this torch has the overload."""
 

@@ -171,10 +171,13 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(
         "add sub mul div fmod remainder maximum minimum fmax fmin atan2 hypot eq ne lt le gt ge".split(), _of_expanded
     ),
-    **{n: _iterated("self", "other") for n in "div_rounded copysign logaddexp logical_and logical_or logical_xor".split()},
+    **{
+        n: _iterated("self", "other")
+        for n in "div_rounded copysign logaddexp logical_and logical_or logical_xor xlogy xlog1py".split()
+    },
     **{
         f"{n}_backward": _iterated("grad_output", "self")
-        for n in "hardtanh hardswish hardsigmoid softplus".split()
+        for n in "hardtanh hardswish hardsigmoid softplus logit".split()
     },
     **{f"{n}_backward": _iterated("self", "grad_output") for n in ("threshold", "leaky_relu")},
     "elu_backward": _iterated("grad_output", "self_or_result"),
@@ -196,6 +199,8 @@ RULES: dict[str, Rule] = {
     "log_sigmoid_backward": _cloned("grad_output"),
     "smooth_l1_loss_backward": _contiguous("self"),
     "roll": _on_cpu(_suggested("self"), "self"),
+    "channel_shuffle": _on_cpu(_suggested("self"), "self"),
+    "bce_backward": _cloned("self"),
     "batch_norm": _on_cpu(_suggested("input"), "input"),
     **dict.fromkeys(("batch_norm_train", "batch_norm_no_stats"), _on_cpu(_suggested("input"), "input")),
     "batch_norm_backward": _by_device("input", cpu=_suggested("input"), cuda=_cuda_batch_norm_backward),

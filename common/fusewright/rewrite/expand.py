@@ -1,5 +1,5 @@
-"""Expand composites on claim: only if a backend rejects the whole, or would carry one that is better opened, but takes every
-primitive in it."""
+"""Expand composites on claim: only if a backend rejects the whole, or would carry or refuse a call that is better opened, but
+takes every primitive in it."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _openable(
         view = views[node]
         why, row = ask(backend, view, node).why, ops.find(node.target)
         assert row is not None
-        if why is not Why.NO_LOWERING and not (why is Why.CARRIED and row.opened):
+        if why is not Why.NO_LOWERING and not (row.opened and why in (Why.CARRIED, Why.ATTR)):
             continue
         key = (view.op, tuple((v.spec, v.dim) for v in view.inputs()), _given(node))
         if key not in traced:

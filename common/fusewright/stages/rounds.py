@@ -26,9 +26,12 @@ def _simplify(c: Compilation) -> None:
     if c.phase == "infer":
         c.do(passes.BRANCHES, c.graph, c.const, c.backend.policy().branches, c.rules)
     c.do(passes.WIDEN, c.graph, c.backend.policy().wider, c.rules)
+    claims = type(c.backend).supports is not Backend.supports  # one that claims nothing gives eager's bits
+    if claims:
+        c.do(passes.PAIRS, c.graph, c.rules)
     if "cse" not in c.options.disable_rules:
         c.rules.hits["cse"] += c.do(passes.CSE, c.graph)
-    if type(c.backend).supports is not Backend.supports:  # one that claims nothing gives eager's bits
+    if claims:
         c.do(passes.JOIN_SCANS, c.graph, c.rules)
         c.do(passes.RECUR, c.graph, c.rules)
         c.do(passes.FILL, c.graph, c.rules)

@@ -296,6 +296,17 @@ def test_few_tensors_are_stacked_along_the_last_dimension_by_a_kernel(n: int, di
     assert len(fuse(g.region([y]), Context({}, Device("cpu", "test")), policy=CPU).kernels) == kernels
 
 
+@pytest.mark.parametrize(("rotated", "kernels"), [(True, 1), (False, 3)])
+def test_parts_of_rotated_pairs_are_computed_where_they_are_zipped(rotated: bool, kernels: int) -> None:
+    """Both read the same pairs; parts of other tensors would be read beside each other's."""
+    g = Sketch()
+    x, y, z = (g.input(torch.randn(128, 64, 2)) for _ in range(3))
+    a, b = (g.op("select", x, -1, k) for k in (0, 1))
+    c, d = (a, b) if rotated else (g.op("select", y, -1, 0), g.op("select", z, -1, 0))
+    made = g.op("stack", [g.op("sub", g.op("exp", a), b), g.op("add", c, g.op("exp", d))], -1)
+    assert len(fuse(g.region([made]), Context({}, Device("cpu", "test")), policy=CPU).kernels) == kernels
+
+
 def test_where_eager_is_faster_a_kernel_is_possible() -> None:
     """A condition on any other op would have no effect."""
     assert all(name in RULES and row.source for row in CONDITIONS for name in row.ops)

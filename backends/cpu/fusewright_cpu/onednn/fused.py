@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from fusewright import machine
+from fusewright import machine, ops
 from fusewright.interface import CompileContext, Compiled, DevicePolicy, OpView, Region, Verdict, Why
 from fusewright.toolkit.backend.fused import FusedBackend, imported_later
 from fusewright_cpu.kernels.by_hand import MOST_GEMV_ROWS
@@ -27,6 +27,9 @@ SWITCHES = (
 )  # fmt: skip
 ENV = ("ONEDNN_*", "DNNL_*", "ATEN_CPU_CAPABILITY", "MKL_*")
 
+
+CARRIED_WHOLE = ("matmul",)
+"""Rows with a decomposition that is no faster."""
 
 HALVES = {torch.bfloat16: "mkldnn_bf16", torch.float16: "mkldnn_fp16"}
 """Half types, and the feature of a device on which oneDNN multiplies them."""
@@ -80,13 +83,16 @@ class OneDnnBackend(FusedBackend):
         return (norms.RULE, norms.CONSTANTS, *(row.id for row in (*ROWS, *heads.ROWS)))
 
     def supports(self, op: OpView) -> Verdict:
-        """Answer by the table or as a kernel; ops that take any strides may run in between as ATen calls."""
+        """Answer by the table or as a kernel; ops that take any strides may run in between as ATen calls, unless the host knows
+        their primitives."""
         from fusewright.toolkit.region.builder import OWN_STRIDES, STRIDE_FREE
 
         verdict = super().supports(op)
-        if verdict.why is Why.NO_LOWERING and (op.op in STRIDE_FREE or op.op in OWN_STRIDES):
-            return Verdict(Why.CARRIED, "ATen, inside the region")
-        return verdict
+        if verdict.why is not Why.NO_LOWERING or not (op.op in STRIDE_FREE or op.op in OWN_STRIDES):
+            return verdict
+        row = ops.OPS[op.op]
+        whole = row.decompose is None or row.opened or op.op in CARRIED_WHOLE
+        return Verdict(Why.CARRIED, "ATen, inside the region") if whole else verdict
 
     def compile(self, region: Region, ctx: CompileContext) -> Compiled:
         from fusewright.toolkit.region.activation import name_activations

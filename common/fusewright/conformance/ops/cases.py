@@ -22,6 +22,7 @@ from fusewright.conformance.ops.samples import (
     U8,
     Case,
     T,
+    adaptive_max_pool,
     attention,
     batch_norm,
     c,
@@ -87,6 +88,34 @@ UNARY |= {name: (c(POS),) for name in "sqrt rsqrt reciprocal log log2 log10 log1
 UNARY["acosh"] = (c(t(3, 4, low=1.1, high=3)),)
 UNARY |= {name: (c(UNIT),) for name in "asin acos atanh erfinv".split()}
 UNARY["bitwise_not"] = (c(X),)
+
+PROBABILITY = t(3, 4, low=0.05, high=0.95)
+OPENED: Cases = {
+    "nan_to_num": (c(X), c(given(math.nan, 1.0, -0.0)), c(SPECIAL, 1.5, 2.5, -3.5), c(t())),
+    "logit": (c(PROBABILITY), c(given(0.0, 1.0, 0.25, -1.0, 2.0), 0.125), c(t(low=0.1, high=0.2))),
+    "sinc": (c(X), c(given(0.0, -0.0, math.inf, math.nan, 0.5)), c(t())),
+    "softshrink": (c(X), c(SPECIAL, 1.0)),
+    "hardshrink": (c(X), c(SPECIAL, 1.0)),
+    **{name: (c(X), c(SPECIAL), c(t())) for name in ("isposinf", "isneginf")},
+    **{
+        name: (c(X, POS), c(t(3, 1), t(4, low=1, high=4)), c(given(0.0, 0.0, 1.0), given(0.0, math.nan, 0.5)))
+        for name in ("xlogy", "xlog1py")
+    },
+    "cross": (c(t(4, 3), t(4, 3)), c(t(3, 4), t(3, 1), dim=0)),
+    "std_mean": (c(X, [1]), c(t(2, 3, 4), [0, 2], correction=0, keepdim=True), c(X)),
+    "aminmax": (c(X), c(t(2, 3, 4), dim=1), c(t(2, 3, 4), dim=-1, keepdim=True), c(t())),
+    "euclidean_dist": (c(t(5, 3), t(4, 3)), c(t(2, 5, 3), t(2, 4, 3))),
+    "bce": (c(PROBABILITY, t(3, 4, low=0, high=1)), c(PROBABILITY, t(3, 4, low=0, high=1), V, 2),
+        c(given(0.0, 1.0, 0.5), given(1.0, 0.5, 0.0), None, 0)),
+    "bce_backward": (c(t(), PROBABILITY, t(3, 4, low=0, high=1)), c(X, PROBABILITY, t(3, 4, low=0, high=1), V, 0)),
+    "logit_backward": (c(X, PROBABILITY), c(t(5), given(0.0, 1.0, 0.25, -1.0, 2.0), 0.125), c(t(3), given(0.5, -1.0, 2.0))),
+    "rot90": tuple(c(t(2, 3, 4), k, dims) for k, dims in ((1, [0, 1]), (2, [1, 2]), (3, [-1, 0]), (4, [0, 1]), (-1, [0, 2]))),
+    "diag_embed": (c(X), c(X, -1), c(t(2, 3, 4), 2, 0, -2)),
+    "diagonal_copy": (c(X), c(t(2, 3, 4), 1, 0, -1)),
+    "diagonal_backward": (c(t(3), [3, 4], 0, 0, 1), c(t(3, 1), [2, 3, 4], -1, 0, -1)),
+    "channel_shuffle": (c(t(2, 6, 3, 2), 3), c(LAST, 2)),
+}  # fmt: skip
+"""Rows of `ops.table.opened`."""
 
 BINARY: Cases = {name: (c(X, Y), c(X, V), c(t(), Y), c(X, t(3, 4, dtype=F64))) for name in _BINARY.split()}
 BINARY["add"] += (c(X, Y, alpha=0),)
@@ -404,11 +433,20 @@ CASES: Cases = {
         c(VOLUME, [2, 3, 2], [1, 2, 2], [1, 1, 0], False, True, 5),
     ),
     "avg_pool1d": (c(t(2, 4, 9), [2]), c(t(2, 4, 9), [3], [2], [1]), c(t(4, 9), [4], [3], [1], True, False)),
-    "adaptive_avg_pool2d": (c(IMAGE, [1, 1]), c(IMAGE, [4, 3]), c(LAST, [2, 3])),
-    "adaptive_max_pool2d": (c(IMAGE, [1, 1]), c(IMAGE, [3, 2])),
+    "adaptive_avg_pool2d": (c(IMAGE, [1, 1]), c(IMAGE, [4, 3]), c(LAST, [2, 3]), c(t(2, 3, 20, 19), [3, 2])),
+    "adaptive_max_pool2d": (c(IMAGE, [1, 1]), c(IMAGE, [3, 2]), c(LAST, [4, 5]), c(t(3, 5, 9), [2, 9])),
+    "adaptive_avg_pool3d": (c(VOLUME, [1, 1, 1]), c(VOLUME, [5, 3, 7]), c(VOLUME, [2, 4, 8])),
+    "adaptive_max_pool3d": (c(VOLUME, [1, 1, 1]), c(VOLUME, [5, 3, 7]), c(VOLUME, [2, 4, 8])),
     "upsample_nearest1d": (c(t(2, 4, 6), [9]), c(t(2, 4, 6), [12], 2.0)),
     "upsample_nearest2d": (c(IMAGE, [12, 9]), c(IMAGE, [12, 12], 2.0, 2.0)),
     "upsample_nearest3d": (c(VOLUME, [7, 8, 9]), c(VOLUME, [10, 12, 21], 2.0, 2.0, 3.0)),
+    "upsample_nearest_exact1d": (c(t(2, 4, 6), [9]), c(t(2, 4, 6), [12], 2.0)),
+    "upsample_nearest_exact2d": (c(IMAGE, [12, 9]), c(LAST, [4, 5]), c(IMAGE, [9, 12], 1.5, 2.0)),
+    "upsample_nearest_exact3d": (c(VOLUME, [7, 8, 9]), c(VOLUME, [10, 12, 21], 2.0, 2.0, 3.0)),
+    "upsample_linear1d": (c(t(2, 4, 6), [9], False), c(t(2, 4, 6), [4], True), c(t(2, 4, 6), [15], False, 2.5)),
+    "upsample_trilinear3d": (
+        c(VOLUME, [7, 8, 9], False), c(VOLUME, [3, 6, 1], True), c(VOLUME, [10, 9, 14], False, 2.0, 1.5, 2.0),
+    ),
     "upsample_bilinear2d": (
         c(IMAGE, [12, 9], False),
         c(IMAGE, [9, 9], True),
@@ -418,6 +456,17 @@ CASES: Cases = {
         c(IMAGE, [12, 15], False, 2.0, 2.5),
     ),
     "upsample_bicubic2d": (c(IMAGE, [12, 9], False),),
+    "grid_sampler_2d": tuple(
+        c(x, t(2, 3, 5, 2, low=-1.3, high=1.3), mode, padding, corners)
+        for x, mode, padding, corners in (
+            (IMAGE, 0, 0, False), (IMAGE, 0, 1, True), (IMAGE, 1, 0, True), (LAST, 0, 0, False), (IMAGE, 0, 2, False),
+            (IMAGE, 2, 0, False),
+        )
+    ),
+    "grid_sampler_3d": tuple(
+        c(VOLUME, t(2, 3, 2, 5, 3, low=-1.3, high=1.3), mode, padding, corners)
+        for mode, padding, corners in ((0, 0, False), (0, 1, True), (1, 0, True), (0, 2, False))
+    ),
     "pixel_shuffle": (c(IMAGE, 2),),
     "pixel_unshuffle": (c(IMAGE, 2), c(t(3, 6, 9), 3)),
     "nll_loss": tuple(
@@ -432,6 +481,7 @@ CASES: Cases = {
         c(X, t(3, 4, low=0, high=1)),
         c(X, t(3, 4, low=0, high=1), V, t(4, low=0.5, high=2), 0),
     ),
+    **OPENED,
     # quantized
     "quantize": (c(t(3, 4, dtype=F32), 0.05, 3, 0, 255, U8), c(t(3, 4, dtype=F32), 0.01, 0, -128, 127, I8)),
     "quantize_tensor": (c(t(3, 4, dtype=F32), given(0.05), given(3, dtype=I64), 0, 255, U8),),
@@ -599,7 +649,14 @@ CASES: Cases = {
         c(t(2, 4, 4, 4), IMAGE, [3, 3], [2, 2], [1, 1], True, True, None),
         c(t(2, 4, 3, 7), IMAGE, [3, 2], [2, 1], [1, 1], False, True, 5),
     ),
-    "adaptive_avg_pool2d_backward": (c(t(2, 4, 2, 3), LAST), c(t(2, 4, 4, 3), IMAGE)),
+    "adaptive_avg_pool2d_backward": (c(t(2, 4, 2, 3), LAST), c(t(2, 4, 4, 3), IMAGE), c(t(2, 3, 3, 4), t(2, 3, 1, 1))),
+    "adaptive_avg_pool3d_backward": (c(t(2, 3, 5, 3, 1), VOLUME), c(t(2, 3, 2, 4, 8), VOLUME)),
+    "adaptive_max_pool2d_backward": (
+        saved(adaptive_max_pool, t(2, 4, 1, 1), IMAGE), saved(adaptive_max_pool, t(2, 4, 4, 5), LAST),
+    ),
+    "adaptive_max_pool3d_backward": (
+        saved(adaptive_max_pool, t(2, 3, 1, 1, 1), VOLUME), saved(adaptive_max_pool, t(2, 3, 2, 4, 8), VOLUME),
+    ),
     "upsample_nearest1d_backward": (c(t(2, 4, 12), [12], [2, 4, 6], None), c(t(2, 4, 9), [9], [2, 4, 6], None)),
     "upsample_nearest3d_backward": (c(t(2, 3, 10, 12, 21), [10, 12, 21], [2, 3, 5, 6, 7], None, None, None),),
     "upsample_nearest2d_backward": (c(t(2, 4, 12, 12), [12, 12], [2, 4, 6, 6], None, None),),
@@ -625,6 +682,7 @@ _EVERY = """
     transpose t squeeze unsqueeze slice select split split_with_sizes unbind diagonal unfold
     as_strided alias constant_pad_nd roll flip repeat tril triu embedding logical_not logical_and
     logical_or logical_xor sum full_like fill new_full empty_like new_empty new_empty_strided
+    diag_embed diagonal_copy diagonal_backward rot90
     scatter scatter_value scatter_add index_put index_copy slice_scatter select_scatter
     diagonal_scatter as_strided_scatter masked_scatter div exp sin sqrt tanh sigmoid erf amax amin
     cumsum
@@ -634,6 +692,7 @@ _NUMBERS = """
     rsub neg sign sgn div_rounded fmod remainder copysign pow_scalar scalar_pow pow clamp
     clamp_tensor relu ceil floor trunc round isnan isinf signbit cumprod linear_scan cummax sort topk prod
     prod_all max_with_indices min_with_indices addcmul mm bmm addmm baddbmm dot mv scatter_reduce
+    isposinf isneginf nan_to_num cross aminmax xlogy
     index_add index_fill fill_tensor matmul fmax fmin bucketize exp2 expm1 log log2 rsqrt reciprocal
     atan2
 """
@@ -645,6 +704,7 @@ _QUANTIZED = """
 DTYPES: dict[str, tuple[torch.dtype, ...]] = {
     **dict.fromkeys((*_QUANTIZED.split(), "q_linear", "q_linear_tensor", "q_conv", "int_mm"), ANY),
     **dict.fromkeys(("avg_pool3d", "avg_pool3d_backward"), (F32, F64)),  # eager has no other on a CPU
+    **dict.fromkeys(("grid_sampler_2d", "grid_sampler_3d"), (F32, F64)),  # eager's places are rounded to half types on a CPU
     "hardsigmoid_backward": (F32, BF16),  # eager's 1/6 is an fp32 constant, in fp64 too
     **dict.fromkeys(_EVERY.split(), ALL),
     **dict.fromkeys(_NUMBERS.split(), NUMBERS),

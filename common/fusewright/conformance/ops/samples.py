@@ -170,6 +170,11 @@ def nll_loss2d(grad: Any, *given: Any) -> list[Any]:
     return [grad, *given, aten.nll_loss2d_forward(*given)[1]]
 
 
+def adaptive_max_pool(grad: Any, x: Any) -> list[Any]:
+    size = grad.shape[2:]
+    return [grad, x, getattr(aten, f"adaptive_max_pool{len(size)}d")(x, size)[1]]
+
+
 def max_pool(grad: Any, x: Any, *window: Any) -> list[Any]:
     pool = aten.max_pool2d_with_indices if x.dim() == 4 else aten.max_pool3d_with_indices
     return [grad, x, *window, pool(x, *window)[1]]

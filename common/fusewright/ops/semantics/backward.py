@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from fusewright.ops.semantics import adaptive
 from fusewright.ops.semantics import composite as m
 from fusewright.ops.semantics import norm as nm
 
@@ -301,18 +302,9 @@ def avg_pool_backward(forward: Callable[..., Any]) -> Callable[..., Any]:
     return lambda grad, x, *args: _one(lambda t: forward(t, *args), x, grad)
 
 
-def adaptive_avg_pool2d_backward_ref(grad: Any, x: Any) -> Any:
-    return _one(lambda t: m.adaptive_avg_pool2d_ref(t, grad.shape[-2:]), x, grad)
-
-
-def adaptive_avg_pool2d_backward(grad: Any, x: Any) -> Any:
-    """A share of the gradient for every element of equal cells, else the operator itself."""
-    cell = m.whole_cells(x.shape, grad.shape[-2:])
-    if cell is None:
-        return torch.ops.aten._adaptive_avg_pool2d_backward(grad, x)
-    share = (m.widened(grad) / (cell[0] * cell[1])).to(grad.dtype)
-    *lead, rows, columns = grad.shape
-    return share[..., :, None, :, None].expand(*lead, rows, cell[0], columns, cell[1]).reshape(x.shape)
+def adaptive_avg_backward(dims: int) -> Callable[..., Any]:
+    forward = adaptive.avg_ref(dims)
+    return lambda grad, x: _one(lambda t: forward(t, grad.shape[-dims:]), x, grad)
 
 
 def resize_backward(name: str) -> Callable[..., Any]:

@@ -6,7 +6,8 @@ A decomposition computes in eager's compute dtype: half inputs are widened to fp
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -260,46 +261,22 @@ def avg_pool_ref(dims: int) -> Callable[..., Any]:
     return lambda x, size, stride=(), *rest: pool(x, tuple(size), tuple(stride or size), *rest)
 
 
-def _cells(size: int, out: int) -> list[slice]:
-    return [slice(i * size // out, -(-(i + 1) * size // out)) for i in range(out)]
-
-
-def adaptive_avg_pool2d_ref(x: Any, output_size: Any) -> Any:
-    rows, cols = (_cells(x.shape[d], n) for d, n in zip((-2, -1), output_size, strict=True))
-    return torch.stack([torch.stack([x[..., r, c].mean((-2, -1)) for c in cols], -1) for r in rows], -2)
-
-
-def whole_cells(shape: Sequence[Any], cells: Sequence[Any]) -> tuple[int, int] | None:
-    """The height and width of cells if all are equal, of known sizes."""
-    sizes = [*shape[-2:], *cells]
-    if not all(isinstance(n, int) and n for n in sizes) or any(n % k for n, k in zip(sizes[:2], sizes[2:], strict=True)):
-        return None
-    return sizes[0] // sizes[2], sizes[1] // sizes[3]
-
-
-def adaptive_avg_pool2d(x: Any, output_size: Any) -> Any:
-    """Means of equal cells, else the operator itself."""
-    cell = whole_cells(x.shape, output_size)
-    if cell is None:
-        return torch.ops.aten._adaptive_avg_pool2d(x, output_size)
-    cells = widened(x).unflatten(-1, (output_size[1], cell[1])).unflatten(-3, (output_size[0], cell[0]))
-    return cells.mean((-3, -1)).to(x.dtype)
-
-
-def adaptive_max_pool2d_ref(x: Any, output_size: Any) -> Any:
-    return F.adaptive_max_pool2d(x, tuple(output_size), return_indices=True)
-
-
-def nearest_ref(x: Any, output_size: Any, *scales: float | None) -> Any:
+def nearest_ref(x: Any, output_size: Any, *scales: float | None, ahead: float = 0.0) -> Any:
     first = x.dim() - len(output_size)
     for d, (out, scale) in enumerate(zip(output_size, scales or [None] * len(output_size), strict=True), first):
         n, ratio = x.shape[d], 1 / scale if scale else x.shape[d] / out
-        x = x.index_select(d, (torch.arange(out, device=x.device) * ratio).floor().to(torch.int64).clamp(max=n - 1))
+        x = x.index_select(d, ((torch.arange(out, device=x.device) + ahead) * ratio).floor().to(torch.int64).clamp(max=n - 1))
     return x
 
 
+nearest_exact_ref = partial(nearest_ref, ahead=0.5)
 bilinear2d_ref = torch.ops.aten.upsample_bilinear2d.default
 bicubic2d_ref = torch.ops.aten.upsample_bicubic2d.default
+
+
+def sampled_shape(a: Args) -> tuple[Shape]:
+    """[n, c, ...] at [n, ..., d] -> [n, c, ...], of the grid's sizes."""
+    return ((*a["input"].shape[:2], *a["grid"].shape[1:-1]),)
 
 
 def pixel_shuffle_ref(x: Any, upscale_factor: int) -> Any:
@@ -341,7 +318,7 @@ def pixel_unshuffle_shape(a: Args) -> tuple[Shape]:
 # ---- losses ----
 
 
-def _reduce(loss: Any, reduction: int) -> Any:
+def reduced_loss(loss: Any, reduction: int) -> Any:
     return (loss, loss.mean(), loss.sum())[reduction] if reduction != 0 else loss
 
 
@@ -385,15 +362,15 @@ def narrowed(loss: Callable[..., Any]) -> Callable[..., Any]:
 
 def huber_ref(x: Any, target: Any, reduction: int = 1, delta: float = 1.0) -> Any:
     d = (x - target).abs()
-    return _reduce(torch.where(d <= delta, 0.5 * d * d, delta * (d - 0.5 * delta)), reduction)
+    return reduced_loss(torch.where(d <= delta, 0.5 * d * d, delta * (d - 0.5 * delta)), reduction)
 
 
 def soft_margin_ref(x: Any, target: Any, reduction: int = 1) -> Any:
-    return _reduce(torch.log1p(torch.exp(-target * x)), reduction)
+    return reduced_loss(torch.log1p(torch.exp(-target * x)), reduction)
 
 
 def mse_loss_ref(x: Any, target: Any, reduction: int = 1) -> Any:
-    return _reduce((x - target) ** 2, reduction)
+    return reduced_loss((x - target) ** 2, reduction)
 
 
 def mse_loss(x: Any, target: Any, reduction: int = 1) -> Any:
@@ -402,7 +379,7 @@ def mse_loss(x: Any, target: Any, reduction: int = 1) -> Any:
 
 def smooth_l1_ref(x: Any, target: Any, reduction: int = 1, beta: float = 1.0) -> Any:
     d = (x - target).abs()
-    return _reduce(torch.where(d < beta, 0.5 * d * d / beta, d - 0.5 * beta) if beta else d, reduction)
+    return reduced_loss(torch.where(d < beta, 0.5 * d * d / beta, d - 0.5 * beta) if beta else d, reduction)
 
 
 def smooth_l1(x: Any, target: Any, reduction: int = 1, beta: float = 1.0) -> Any:
@@ -413,7 +390,7 @@ def bce_with_logits_ref(x: Any, target: Any, weight: Any = None, pos_weight: Any
     softplus_neg = torch.log1p(torch.exp(-x.abs())) + torch.relu(-x)
     factor = 1 if pos_weight is None else (pos_weight - 1) * target + 1
     loss = (1 - target) * x + factor * softplus_neg
-    return _reduce(loss if weight is None else loss * weight, reduction)
+    return reduced_loss(loss if weight is None else loss * weight, reduction)
 
 
 def bce_with_logits(x: Any, target: Any, weight: Any = None, pos_weight: Any = None, reduction: int = 1) -> Any:

@@ -11,9 +11,9 @@ import torch
 from fusewright.ops import dtype_rules as dt
 from fusewright.ops import shape_rules as sh
 from fusewright.ops.core import Args, DtypeRule, Kind, Op, Shape, row
+from fusewright.ops.semantics import adaptive, resize
 from fusewright.ops.semantics import backward as b
 from fusewright.ops.semantics import composite as m
-from fusewright.ops.semantics import resize
 from fusewright.ops.semantics.composite import torch_decomposition
 
 _op = partial(row, Kind.COMPOSITE)
@@ -195,8 +195,10 @@ ROWS: tuple[Op, ...] = (
         f"max_pool{n}d_with_indices_backward") for n in (2, 3)),
     *(_grad_of_input(f"avg_pool{n}d_backward", b.avg_pool_backward(m.avg_pool_ref(n)), f"gradient of avg_pool{n}d")
         for n in (2, 3)),
-    _grad_of_input("adaptive_avg_pool2d_backward", b.adaptive_avg_pool2d_backward_ref,
-        "gradient of adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward", b.adaptive_avg_pool2d_backward),
+    *(_grad_of_input(f"adaptive_avg_pool{n}d_backward", b.adaptive_avg_backward(n), f"gradient of adaptive_avg_pool{n}d",
+        f"_adaptive_avg_pool{n}d_backward", adaptive.avg_backward(n)) for n in (2, 3)),
+    *(_grad_of_input(f"adaptive_max_pool{n}d_backward", b.max_pool_backward(n), f"gradient of adaptive_max_pool{n}d",
+        opened=adaptive.max_backward(n)) for n in (2, 3)),
     *(_resize_grad(f"upsample_nearest{n}d_backward", f"gradient of upsample_nearest{n}d", resize.nearest_backward(n), opened=True)
         for n in (1, 2, 3)),
     _resize_grad("upsample_bilinear2d_backward", "gradient of upsample_bilinear2d", resize.bilinear2d_backward),

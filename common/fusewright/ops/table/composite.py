@@ -12,9 +12,9 @@ from fusewright.ops import dtype_rules as dt
 from fusewright.ops import shape_rules as sh
 from fusewright.ops.core import Args, Kind, Op, Shape, row
 from fusewright.ops.rules import device_type
+from fusewright.ops.semantics import adaptive, resize
 from fusewright.ops.semantics import composite as m
 from fusewright.ops.semantics import norm as nm
-from fusewright.ops.semantics import resize
 
 _op = partial(row, Kind.COMPOSITE)
 
@@ -187,16 +187,26 @@ ROWS: tuple[Op, ...] = (
         "ONNX AveragePool"),
     _op("avg_pool3d", "aten::avg_pool3d", dt.SELF, sh.pooled(1, 3), m.avg_pool_ref(3), "mean of each window",
         "ONNX AveragePool"),
-    _op("adaptive_avg_pool2d", "aten::_adaptive_avg_pool2d", dt.SELF, sh.resized(2), m.adaptive_avg_pool2d_ref,
-        "means of equal cells; the mean of the plane when the output is 1x1", "", m.adaptive_avg_pool2d, opened=True),
-    _op("adaptive_max_pool2d", "aten::adaptive_max_pool2d", _SELF_INT64, sh.shapes(sh.resized(2), sh.resized(2)),
-        m.adaptive_max_pool2d_ref, "maxima of equal cells, and their flat indices"),
+    *(_op(f"adaptive_avg_pool{n}d", f"aten::_adaptive_avg_pool{n}d", dt.SELF, sh.resized(n), adaptive.avg_ref(n),
+        "means of a given number of cells", "", adaptive.avg(n), opened=True) for n in (2, 3)),
+    *(_op(f"adaptive_max_pool{n}d", f"aten::adaptive_max_pool{n}d", _SELF_INT64, sh.shapes(sh.resized(n), sh.resized(n)),
+        adaptive.max_ref(n), "maxima of a given number of cells, and their flat indices", "", adaptive.max_pool(n), opened=True)
+        for n in (2, 3)),
     *(_op(f"upsample_nearest{n}d", f"aten::upsample_nearest{n}d", dt.SELF, sh.resized(n), m.nearest_ref, "resized, nearest pixel",
         "ONNX Resize", m.torch_decomposition(f"aten::upsample_nearest{n}d")) for n in (1, 2, 3)),
     _op("upsample_bilinear2d", "aten::upsample_bilinear2d", dt.SELF, sh.resized(2), m.bilinear2d_ref,
         "resized, bilinear", "ONNX Resize", resize.bilinear2d),
+    *(_op(f"upsample_nearest_exact{n}d", f"aten::_upsample_nearest_exact{n}d", dt.SELF, sh.resized(n), m.nearest_exact_ref,
+        "resized, the pixel at the middle", "Pillow, Resampling.NEAREST") for n in (1, 2, 3)),
+    _op("upsample_linear1d", "aten::upsample_linear1d", dt.SELF, sh.resized(1), torch.ops.aten.upsample_linear1d.default,
+        "resized, linear", "ONNX Resize"),
+    _op("upsample_trilinear3d", "aten::upsample_trilinear3d", dt.SELF, sh.resized(3), torch.ops.aten.upsample_trilinear3d.default,
+        "resized, trilinear", "ONNX Resize"),
     _op("upsample_bicubic2d", "aten::upsample_bicubic2d", dt.SELF, sh.resized(2), m.bicubic2d_ref,
         "resized, bicubic", "ONNX Resize", m.torch_decomposition("aten::upsample_bicubic2d")),
+    *(_op(f"grid_sampler_{n}d", f"aten::grid_sampler_{n}d", dt.INPUT, m.sampled_shape,
+        getattr(torch.ops.aten, f"grid_sampler_{n}d").default, "input at the places of grid, interpolated",
+        "Jaderberg et al., arXiv:1506.02025") for n in (2, 3)),
     _op("pixel_shuffle", "aten::pixel_shuffle", dt.SELF, m.pixel_shuffle_shape, m.pixel_shuffle_ref,
         "channels moved into r x r blocks of pixels", "Shi et al., arXiv:1609.05158", m.pixel_shuffle),
     _op("pixel_unshuffle", "aten::pixel_unshuffle", dt.SELF, m.pixel_unshuffle_shape, m.pixel_unshuffle_ref,
@@ -216,6 +226,6 @@ ROWS: tuple[Op, ...] = (
     _op("nll_loss2d", "aten::nll_loss2d_forward", dt.dtype_of("self", 2), loss2d_shapes, m.nll_loss2d_ref,
         "nll_loss of every pixel; total weight", "", m.nll_loss2d),
     _op("bce_with_logits", "aten::binary_cross_entropy_with_logits", dt.dtype_of("target"), pointwise_loss_shape,
-        m.bce_with_logits_ref, "binary cross entropy of sigmoid(self), reduced", "", m.bce_with_logits),
+        m.bce_with_logits_ref, "binary cross entropy of sigmoid(self), reduced", "", m.bce_with_logits, opened=True),
 )
 # fmt: on

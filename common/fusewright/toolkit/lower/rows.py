@@ -482,13 +482,21 @@ def _loss(code: Callable[[Any, OpView, Val, Val], Val]) -> tuple[Rows, Callable[
     def rows(r: RowContext, op: OpView) -> tuple[Val, ...]:
         t = out_type(op)
         v = code(r.e, op, r.x(op.arg("self"), t), r.x(op.arg("target"), t))
+        v = v * r.x(op.arg("weight"), t) if _has_weight(op) else v
         return (r.mean(v) if op.arg("reduction") == 1 else r.sum(v),)
 
     def each(e: Evaluator, op: OpView, k: int, at: At) -> Val:
         t = out_type(op)
-        return code(e, op, e(op.arg("self"), at, t), e(op.arg("target"), at, t))
+        v = code(e, op, e(op.arg("self"), at, t), e(op.arg("target"), at, t))
+        if code is _bce_of_probability:
+            e.checked("probability", at)
+        return v * e(op.arg("weight"), at, t) if _has_weight(op) else v
 
     return rows, each
+
+
+def _has_weight(op: OpView) -> bool:
+    return "weight" in op.argnames and op.arg("weight") is not None
 
 
 def _mse(e: Evaluator, op: OpView, x: Val, y: Val) -> Val:
@@ -517,6 +525,26 @@ def _unweighted(op: OpView) -> str | None:
     if op.arg("weight") is not None or op.arg("pos_weight") is not None:
         return "weights"
     return _same_shapes(op)
+
+
+def _bce_of_probability(e: Evaluator, op: OpView, x: Val, y: Val) -> Val:
+    """Eager checks that `x` is a probability."""
+    inside = e.b.op("and", x >= 0, x <= 1)  # which a NaN is not
+    e.b.bound(e.b.where(inside, e.b.const(0, "i64"), 1), 1, mask=e.mask, says=messages.PROBABILITY)
+    least = e.b.const(-100, x.dtype)
+    ahead, behind = (e.b.op("maximum", v, least) for v in (e.b.op("log", x), e.b.op("log1p", -x)))
+    return (y - 1) * behind - y * ahead
+
+
+def _weighted(op: OpView) -> str | None:
+    """Only weights that broadcast to the loss."""
+    weight, x = op.arg("weight"), op.arg("self").spec
+    wide = weight is not None and (weight.spec.rank > x.rank or not _broadcast(weight.spec.shape, x.shape))
+    return "a weight that the loss broadcasts to" if wide else _same_shapes(op)
+
+
+def _broadcast(shape: tuple[Any, ...], to: tuple[Any, ...]) -> bool:
+    return all(a in (1, b) for a, b in zip(reversed(shape), reversed(to), strict=False))
 
 
 def picked(op: OpView) -> Domain:
@@ -590,6 +618,7 @@ LOSSES: dict[str, tuple[Callable[..., Val], Check]] = {
     "huber_loss": (_huber, _same_shapes),
     "soft_margin_loss": (_soft_margin, _same_shapes),
     "bce_with_logits": (_bce, _unweighted),
+    "bce": (_bce_of_probability, _weighted),
 }
 
 

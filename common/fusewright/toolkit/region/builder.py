@@ -17,28 +17,34 @@ import torch
 from fusewright import _torch_compat as compat
 from fusewright import ops
 from fusewright.interface import CompileContext, OpView, Region, TensorSpec, Value
-from fusewright.ops.strides import CHANNELS_LAST
+from fusewright.ops.strides import CHANNELS_LAST, RULES
 from fusewright.plan.ir import Call, Instruction, Launch, Ref
 from fusewright.toolkit.fuse.call import LibraryCall
 from fusewright.toolkit.region.graph import RegionGraph, made_of
 from fusewright.toolkit.region.verify import verify
 from fusewright.toolkit.rules.space import layout_of
 
-_ELEMENTWISE = frozenset(name for name, row in ops.OPS.items() if row.kind is ops.Kind.POINTWISE or row.activation)
-STRIDE_FREE = _ELEMENTWISE - {"clone", "copy"} | {
-    "max_pool2d", "max_pool3d", "avg_pool2d", "adaptive_avg_pool2d",
-    "upsample_nearest2d", "upsample_bilinear2d", "batch_norm", "layer_norm", "group_norm", "rms_norm",
-    "softmax", "mean", "sum", "cat", "constant_pad_nd", "permute", "transpose", "view",
-    "expand", "unsqueeze", "squeeze", "slice", "select", "split", "split_with_sizes", "reshape", "alias",
-    "linear", "conv", "bmm",
-    "matmul", "quantize", "quantize_tensor", "dequantize", "dequantize_tensor",
-}  # fmt: skip
-"""Rows that compute the same values for any strides of their inputs. The strides of their results may then change
-too, as torch's metadata functions determine. An op that does not accept the strides (a view) reads a copy."""
-NORMS = frozenset({"layer_norm", "rms_norm"})
-"""Rows of the opset whose kernels run along the innermost dim."""
 OWN_STRIDES = frozenset({"sdpa", "gather", "index_select"})
 """Rows that accept any strides and whose result's strides do not depend on them."""
+_ABOUT_MEMORY = frozenset({"clone", "copy", "as_strided", "as_strided_scatter", "view_dtype", "view_as_real", "view_as_complex"})
+"""Rows that make a layout, or depend on it."""
+_BY_LIBRARIES = frozenset({"conv_backward", "sdpa_with_lse", "sdpa_backward", "q_linear", "q_linear_tensor", "q_conv"})
+"""Rows of libraries that choose the strides of their results, other than by the metadata functions."""
+
+
+def _is_stride_free(row: ops.Op) -> bool:
+    if row.name in OWN_STRIDES | _ABOUT_MEMORY | _BY_LIBRARIES or row.kind in (ops.Kind.RANDOM, ops.Kind.CREATION):
+        return False
+    by_kernels = row.kind is ops.Kind.POINTWISE or row.activation or row.name == "batch_norm"
+    return by_kernels or row.name not in RULES
+
+
+STRIDE_FREE = frozenset(row.name for row in ops.ROWS if _is_stride_free(row))
+"""Rows that compute the same values for any strides of their inputs. The strides of their results may then change too, as torch's
+metadata functions determine: rows for which these differ from eager (`ops.strides`) must be such that kernels compute them. An op
+that does not accept the strides (a view) reads a copy."""
+NORMS = frozenset({"layer_norm", "rms_norm"})
+"""Rows of the opset whose kernels run along the innermost dim."""
 
 
 def _format(spec: TensorSpec) -> torch.memory_format | None:

@@ -64,6 +64,7 @@ class Flow:
             self._rules[op.id] = rules
             for k, out in enumerate(op.outs):
                 self.producer[out.id] = (op, k)
+            self._zip(op, whole)
             depth = self._inline_depth(op, rules)
             if depth is not None and op.id not in whole:
                 self._inline[op.id] = depth
@@ -157,6 +158,38 @@ class Flow:
         """Whether only `op` reads what a kernel makes (`given` apart), which would be stored in place of the result of `op`."""
         made = {x.id for v in op.inputs() for x in self.sources(v) if x.id in self.producer and x.id != given}
         return any(i not in self.needed and len({u.id for u in self.users[i]}) == 1 for i in made)
+
+    def _zip(self, stack: OpView, whole: frozenset[int]) -> None:
+        """Inline what a stack along a new last dimension alone reads, if to store and read its tensors would move as many
+        bytes as all that they are computed from: the parts of rotated pairs read the same pairs and angles."""
+        if stack.op != "stack" or stack.out.spec is None or stack.arg("dim") not in (-1, stack.out.spec.rank - 1):
+            return
+        made: dict[int, OpView] = {}
+        read = self._zipped(stack, made)
+        direct = [self.producer[v.id][0].id for v in stack.inputs() if v.id in self.producer]
+        if made.keys() & whole or len(made.keys() & set(direct)) < len(stack.arg("tensors")):
+            return
+        if sum(x.spec.bytes_hint() for x in read.values() if x.spec is not None) > 2 * stack.out.spec.bytes_hint():
+            return
+        for op in reversed(made.values()):  # operands first
+            self._inline[op.id] = max((1 + self._depth(v) for v in op.inputs()), default=1)
+
+    def _zipped(self, op: OpView, made: dict[int, OpView]) -> dict[int, Value]:
+        """The values behind `op` after ops that it alone reads, which are added to `made`."""
+        read: dict[int, Value] = {}
+        for v in op.inputs():
+            found = self.producer.get(v.id)
+            if found is not None and self._may_zip(found[0]) and len(made) < INLINE_DEPTH:
+                made[found[0].id] = found[0]
+                read.update(self._zipped(found[0], made))
+            elif v.spec is not None:
+                read.update((x.id, x) for x in self.sources(v) if x.spec is not None)
+        return read
+
+    def _may_zip(self, op: OpView) -> bool:
+        rules = self.rules(op)
+        plain = bool(rules) and isinstance(rules[0], Map) and rules[0].cost <= INLINE_COST and not self._has_window(op)
+        return plain and len(op.outs) == 1 and self._has_one_user(op)
 
     def _is_permuted_once(self, op: OpView) -> bool:
         """Whether one kernel op reads the result, in another order: it cannot share a loop with `op` except by computing it."""

@@ -1,0 +1,229 @@
+"""Complex numbers as pairs of real ones, for which kernels have types: products (rotary embeddings by `view_as_complex`), sums,
+conjugates, magnitudes and what is around Fourier transforms. What else reads complex numbers gets a view of the pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from fusewright import _torch_compat as compat
+from fusewright import ops
+from fusewright.graph.effects import drop_dead_code
+from fusewright.graph.spec import tensor_spec, value_of
+from fusewright.interface import RuleLog
+from fusewright.rewrite.engine import READER, Rewriter
+from fusewright.storage import lazy
+
+ID = "complex.pairs"
+"""The rule's id in reports, and for `disable_rules`."""
+
+Parts = tuple[Any, Any]
+"""Real and imaginary part: nodes, or numbers."""
+
+
+def split(graph: Graph, log: RuleLog) -> None:
+    """Rewrite a canonical graph in place."""
+    if ID in log.disabled or not any(_is_complex(n) for n in graph.nodes):
+        return
+    pairs = _Pairs(Rewriter(graph, log), log)
+    for node in list(graph.nodes):
+        if node.op == "call_function" and (node.users or node in pairs.r.returned):
+            pairs.rewrite(node)
+    drop_dead_code(graph)
+
+
+def _is_complex(node: Any) -> bool:
+    val = value_of(node) if isinstance(node, Node) else None
+    return isinstance(val, torch.Tensor) and val.is_complex()
+
+
+@dataclass
+class _Pairs:
+    r: Rewriter
+    log: RuleLog
+    parts: dict[Node, Parts] = field(default_factory=dict)
+    """Complex nodes whose parts are computed, also those that remain for other readers."""
+
+    def rewrite(self, node: Node) -> None:
+        name = READER.name(node)
+        make = RULES.get(name)
+        if make is None or not self._known(node) or not self.log.allows(ID):
+            return
+        made = self.r.attempt(node, self._made, node, make)
+        if made is not None:
+            self.log.hit(ID)
+            self.r.replace(node, made)
+
+    def _known(self, node: Node) -> bool:
+        """Whether a call of tensors has complex ones, whose pairs a view can show."""
+        given = node.all_input_nodes
+        tensors = [value_of(n) for n in (node, *given)]
+        if not all(isinstance(t, torch.Tensor) and t.layout is torch.strided for t in tensors):
+            return False
+        plain = all(n in self.parts or not lazy(value_of(n)) for n in given) and not compat.is_wrapper(value_of(node))
+        return plain and any(map(_is_complex, (node, *given))) and bool(node.kwargs.get("alpha", 1) == 1)
+
+    def _made(self, node: Node, make: Callable[[_Pairs, Node], Parts | Node | None]) -> Node | None:
+        found = make(self, node)
+        if not isinstance(found, tuple):
+            return self._in_order(found, node) if found is not None else None
+        self.parts[node] = found
+        if lazy(value_of(node)):
+            return None  # other readers see the conjugated view, which costs nothing
+        pair = self._in_order(self.call("stack", (list(found), -1)), node)
+        made = None if pair is None else self.call("view_as_complex", (pair,))
+        if made is None or not _alike(value_of(made), value_of(node)):
+            del self.parts[node]
+            return None
+        self.parts[made] = found
+        return made
+
+    def _in_order(self, made: Node, node: Node) -> Node | None:
+        """Give a result the strides of the original, where that is a matter of order."""
+        val, got = value_of(node), value_of(made)
+        if not tensor_spec(val).static:
+            return made if got.dim() > val.dim() or _alike(got, val) else None
+        order = sorted(range(val.dim()), key=lambda d: -val.stride(d)) + list(range(val.dim(), got.dim()))
+        if order == sorted(order):
+            return made
+        back = [order.index(d) for d in range(len(order))]
+        copy = self.call("clone", (self.call("permute", (made, order)),), memory_format=torch.contiguous_format)
+        return self.call("permute", (copy, back))
+
+    def call(self, name: str, args: tuple[Any, ...], **kwargs: Any) -> Node:
+        return self.r.call(name, args, kwargs=kwargs)
+
+    def of(self, x: Any, like: Node) -> Parts:
+        """The parts of an operand, in the type of the result's. A real one has the imaginary part 0, as in eager's products."""
+        wanted = value_of(like).dtype.to_real() if _is_complex(like) else value_of(like).dtype
+        if not isinstance(x, Node):
+            return (x.real, x.imag) if isinstance(x, complex) else (x, 0.0)
+        if _is_complex(x):
+            real, imag = self._parts(x)
+            return self._cast(real, wanted), self._cast(imag, wanted)
+        return self._cast(x, wanted), 0.0
+
+    def _parts(self, x: Node) -> Parts:
+        if x not in self.parts:
+            pair = x.args[0] if READER.name(x) == "view_as_complex" else self.call("view_as_real", (x,))
+            self.parts[x] = tuple(self.call("select", (pair, -1, k)) for k in (0, 1))  # type: ignore[assignment]
+        return self.parts[x]
+
+    def _cast(self, x: Any, dtype: torch.dtype) -> Any:
+        return self.call("cast", (x,), dtype=dtype) if isinstance(x, Node) and value_of(x).dtype != dtype else x
+
+    # -- arithmetic of parts, in which numbers fold
+
+    def mul(self, x: Any, y: Any) -> Any:
+        if not isinstance(x, Node):
+            return x * y if not isinstance(y, Node) else self.call("mul", (y, x))
+        return self.call("mul", (x, y))
+
+    def add(self, x: Any, y: Any, sign: int = 1) -> Any:
+        if not isinstance(x, Node) and not isinstance(y, Node):
+            return x + sign * y
+        if not isinstance(x, Node):
+            return self.call("add", (y, x)) if sign > 0 else self.call("rsub", (y, x))
+        return self.call("add" if sign > 0 else "sub", (x, y))
+
+
+def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    pairs = zip((*a.shape, *a.stride()), (*b.shape, *b.stride()), strict=False)
+    ones = [compat.statically_true(n == 1) for n in b.shape]
+    return a.dtype == b.dtype and a.dim() == b.dim() and all(
+        compat.statically_true(x == y) or (k >= b.dim() and ones[k - b.dim()]) for k, (x, y) in enumerate(pairs)
+    )
+
+
+def _mul(c: _Pairs, node: Node) -> Parts:
+    (a, b), (x, y) = (c.of(arg, node) for arg in node.args)
+    return c.add(c.mul(a, x), c.mul(b, y), -1), c.add(c.mul(a, y), c.mul(b, x))
+
+
+def _sum(sign: int) -> Callable[[_Pairs, Node], Parts | None]:
+    def rule(c: _Pairs, node: Node) -> Parts | None:
+        pairs = [c.of(arg, node) for arg in node.args]
+        real, imag = (c.add(x, y, sign) for x, y in zip(*pairs, strict=True))
+        shape = value_of(node).shape
+        alike = all(isinstance(p, Node) and _sizes(value_of(p).shape, shape) for p in (real, imag))
+        return (real, imag) if alike else None  # what only one part broadcasts to cannot be stacked
+
+    return rule
+
+
+def _sizes(a: Any, b: Any) -> bool:
+    return len(a) == len(b) and all(compat.statically_true(x == y) for x, y in zip(a, b, strict=True))
+
+
+def _neg(c: _Pairs, node: Node) -> Parts:
+    return tuple(c.call("neg", (p,)) for p in c.of(node.args[0], node))  # type: ignore[return-value]
+
+
+def _conj(c: _Pairs, node: Node) -> Parts:
+    real, imag = c.of(node.args[0], node)
+    return real, c.call("neg", (imag,))
+
+
+def _same(c: _Pairs, node: Node) -> Parts | None:
+    """A copy of what is known as parts."""
+    return c.of(node.args[0], node) if node.args[0] in c.parts else None
+
+
+def _complex(c: _Pairs, node: Node) -> Parts | None:
+    parts: list[Any] = [*node.args]
+    shape = value_of(node).shape
+    return (parts[0], parts[1]) if all(_sizes(value_of(x).shape, shape) for x in parts) else None
+
+
+def _polar(c: _Pairs, node: Node) -> Parts:
+    size, angle = node.args
+    return c.call("mul", (size, c.call("cos", (angle,)))), c.call("mul", (size, c.call("sin", (angle,))))
+
+
+def _exp(c: _Pairs, node: Node) -> Parts:
+    real, imag = c.of(node.args[0], node)
+    size = c.call("exp", (real,))
+    return c.call("mul", (size, c.call("cos", (imag,)))), c.call("mul", (size, c.call("sin", (imag,))))
+
+
+def _abs(c: _Pairs, node: Node) -> Node:
+    return c.call("hypot", c.of(node.args[0], node))
+
+
+def _angle(c: _Pairs, node: Node) -> Node:
+    real, imag = c.of(node.args[0], node)
+    return c.call("atan2", (imag, real))
+
+
+def _sgn(c: _Pairs, node: Node) -> Parts:
+    real, imag = c.of(node.args[0], node)
+    size = c.call("hypot", (real, imag))
+    zero = c.call("eq_scalar", (size, 0))
+    return tuple(c.call("masked_fill", (c.call("div", (p, size)), zero, 0)) for p in (real, imag))  # type: ignore[return-value]
+
+
+def _cast(c: _Pairs, node: Node) -> Parts | None:
+    """Of another complex type: a real tensor has no second part to be stacked."""
+    (x,) = node.args
+    return c.of(x, node) if _is_complex(x) and _is_complex(node) else None
+
+
+def _as_real(c: _Pairs, node: Node) -> Node | None:
+    """The pairs, where they are in memory as the view shows them."""
+    x = node.args[0]
+    pair = x.args[0] if isinstance(x, Node) and READER.name(x) == "view_as_complex" else None
+    return pair if isinstance(pair, Node) and node not in c.r.returned and _alike(value_of(pair), value_of(node)) else None
+
+
+RULES: dict[str, Callable[[_Pairs, Node], Parts | Node | None]] = {
+    "mul": _mul, "add": _sum(1), "sub": _sum(-1), "neg": _neg, "aten._conj.default": _conj, "clone": _same,
+    "aten.complex.default": _complex, "aten.polar.default": _polar, "exp": _exp, "sgn": _sgn, "cast": _cast,
+    "abs": _abs, "aten.angle.default": _angle, "view_as_real": _as_real,
+}  # fmt: skip
+"""Row, or operator without a row -> its parts, or its real result."""
+
+assert all("." in name or name in ops.OPS for name in RULES)

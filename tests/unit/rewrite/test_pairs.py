@@ -1,0 +1,117 @@
+"""Complex numbers as pairs: values, strides, conjugates and types of calls are eager's, and kernels compute them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fusewright import registry
+from fusewright.report import recording
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+C64, C128 = torch.complex64, torch.complex128
+
+
+def rotary(x: Tensor, freqs: Tensor) -> Tensor:
+    """As Llama's own code."""
+    pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
+    return torch.view_as_real(pairs * freqs[:, None]).flatten(3).type_as(x)
+
+
+def _c(*shape: int, dtype: torch.dtype = C64) -> Tensor:
+    return torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(len(shape)))
+
+
+FREQS = torch.polar(torch.ones(5, 4), torch.linspace(0, 3, 20).view(5, 4))
+ODD = torch.complex(torch.tensor([math.inf, math.nan, 0.0, -0.0]), torch.tensor([1.0, 0.0, -0.0, math.inf]))
+
+CALLS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
+    "rotary": (rotary, (torch.randn(2, 5, 3, 8), FREQS)),
+    "rotary_bf16": (rotary, (torch.randn(2, 5, 3, 8).bfloat16(), FREQS)),
+    "wide": (lambda x, f: torch.view_as_real(torch.view_as_complex(x.double()) * f), (torch.randn(5, 4, 2), FREQS.to(C128))),
+    "promoted": (lambda x, y: (x * y, x + y.abs()), (_c(3, 4), _c(3, 4, dtype=C128))),
+    "transposed": (lambda x, y: x.t() * y.t() + 1, (_c(3, 4), _c(3, 4))),
+    "permuted_one": (lambda x: torch.view_as_real(x.permute(2, 0, 1) * 2).exp(), (_c(3, 4, 2),)),
+    "broadcast": (lambda x, y: (x * y, x[:, :1] - y), (_c(3, 4), _c(4))),
+    "with_real": (lambda x, y: (x * y, y - x, x + 2, 1.5 - x, x * 1j), (_c(3, 4), torch.randn(3, 4))),
+    "sum_of_a_column": (lambda x, y: x + y, (_c(3, 1), torch.randn(3, 4))),
+    "conjugate": (lambda x, y: (x.conj() * y, x.conj(), (x * y).conj().resolve_conj()), (_c(3, 4), _c(3, 4))),
+    "parts": (lambda x, y: (torch.complex(x, y) * torch.complex(y, x)).real, (torch.randn(6), torch.randn(6))),
+    "sizes": (lambda x: (x.abs(), x.angle(), torch.sgn(x), -x, torch.exp(x)), (_c(3, 4),)),
+    "polar": (lambda x, y: torch.polar(x, y) + 1, (torch.rand(6), torch.randn(6))),
+    "odd": (lambda x: (x * x, x * 2, torch.sgn(x), x.abs()), (ODD,)),
+    "filtered": (lambda x, w: torch.fft.irfft2(torch.fft.rfft2(x.relu()) * w).tanh(), (torch.randn(2, 8, 8), _c(8, 5))),
+    "windows": (lambda x: torch.view_as_real(x.unfold(-1, 2, 1) * 2), (_c(5, 6),)),
+    "twice": (lambda x: (y := x * x, y[0].abs(), torch.view_as_real(y)), (_c(3, 4),)),
+}
+BACKENDS: dict[str, dict[str, Any]] = {"x86_onednn": {}, "nvidia_triton": {"simulate": True}}
+
+
+def _options(backend: str) -> dict[str, Any]:
+    if "triton" in backend:
+        pytest.importorskip("triton", reason="triton is not installed; pip install './backends/triton[simulate]'")
+    elif not registry.info(backend).available:
+        pytest.skip(f"{backend}: {registry.info(backend).device}")
+    return {**BACKENDS[backend], "cache": False, "never_slower": False, "strict": True}
+
+
+def _flat(made: Any) -> tuple[Tensor, ...]:
+    return made if isinstance(made, tuple) else (made,)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(C128 if x.is_complex() else torch.float64)
+
+
+def _error(got: Tensor, exact: Tensor) -> float:
+    return (got.to(exact.dtype) - exact).abs().max().item()
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_results_are_eagers(backend: str, name: str, dynamic: bool) -> None:
+    fn, args = CALLS[name]
+    with torch.no_grad():
+        made = _flat(torch.compile(fn, backend=backend, dynamic=dynamic, options=_options(backend))(*args))
+        eager, exact = _flat(fn(*args)), _flat(fn(*map(_wide, args)))
+    for got, want, true in zip(made, eager, exact, strict=True):
+        assert (got.dtype, got.shape, got.stride(), got.is_conj()) == (want.dtype, want.shape, want.stride(), want.is_conj())
+        if name == "odd":
+            torch.testing.assert_close(got, want, equal_nan=True)
+        else:
+            assert _error(got, true) <= 2 * _error(want, true) + 1e-6 * true.abs().max().item()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradients_are_eagers(backend: str) -> None:
+    def step(fn: Any, *args: Tensor) -> tuple[Tensor, ...]:
+        given = [a.detach().clone().requires_grad_() for a in args]
+        fn(*given).sum().backward()
+        return tuple(a.grad for a in given)  # type: ignore[misc]
+
+    def fn(x: Tensor, y: Tensor) -> Tensor:
+        z = torch.view_as_complex(x) * y
+        return (z.conj() * y).abs() + torch.view_as_real(z).sum(-1).sin()
+
+    args = torch.randn(5, 4, 2), _c(5, 4)
+    made = step(torch.compile(fn, backend=backend, options=_options(backend)), *args)
+    for got, want, true in zip(made, step(fn, *args), step(fn, *map(_wide, args)), strict=True):
+        assert _error(got, true) <= 2 * _error(want, true) + 1e-6 * true.abs().max().item()
+
+
+@pytest.mark.parametrize("off", [False, True])
+def test_a_rotary_embedding_of_complex_numbers_is_one_kernel(off: bool) -> None:
+    options = {**_options("x86_onednn"), "disable_rules": ("complex.pairs",) if off else ()}
+    with torch.no_grad(), recording(keep=True) as reports:
+        torch.compile(rotary, backend="x86_onednn", options=options)(*CALLS["rotary_bf16"][1])
+    (report,) = reports
+    assert report.count("eager") == off
+    assert report.kept is not None
+    assert len(report.kept.kernels) == 1 + off
