@@ -170,12 +170,12 @@ def _parsed(cls: type[Backend] | None, options: Mapping[str, Any] | None, mode: 
 
 def _rules(cls: type[Backend]) -> set[str]:
     """All rule ids: the host's, those of the rows loaded with backends, and those that this backend adds."""
-    from fusewright.rewrite import associative, branches, filled, pairs, recurrence, unrolled, widen
+    from fusewright.rewrite import associative, branches, filled, pairs, recurrence, repeated, unrolled, widen
     from fusewright.rewrite.rules import RULES
     from fusewright.toolkit.region import pattern
 
     cls.lowers()  # imports the backend's tables, whose rows register their ids
-    passes = (m.ID for m in (associative, branches, filled, pairs, recurrence, widen))
+    passes = (m.ID for m in (associative, branches, filled, pairs, recurrence, repeated, widen))
     host = {"cse", *passes, *(rule.id for rule in (*RULES, *unrolled.RULES))}
     return {*host, *pattern.RULES, *cls.rules}
 

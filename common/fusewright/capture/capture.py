@@ -15,7 +15,7 @@ from fusewright import _torch_compat as compat
 from fusewright import storage
 from fusewright.capture import direct
 from fusewright.capture.aligned import Multiple
-from fusewright.capture.joint import before_cut
+from fusewright.capture.joint import before_cut, write_out_steps
 from fusewright.graph.effects import writes, written
 from fusewright.interface import Phase
 
@@ -86,6 +86,8 @@ def through_aot(
 
     def compiler(phase: Phase) -> Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]:
         def compile_aten(aten: GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+            if phase == "infer":  # no result has gradients
+                write_out_steps(aten.graph)
             constants = constant_placeholders(aten) if phase == "infer" and trackable else frozenset()
             if untraced:
                 aten.meta[storage.UNTRACED] = untraced

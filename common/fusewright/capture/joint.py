@@ -45,6 +45,7 @@ _MOVES = (
 
 def before_cut(graph: Graph, multiple: Multiple | None = None) -> None:
     """Rewrite a joint graph in place. `multiple`: see `DevicePolicy`."""
+    write_out_steps(graph)
     host_scalars(graph)
     size_fills(graph)
     unread_statistics(graph)
@@ -70,6 +71,14 @@ def copied_for_norms(graph: Graph) -> None:
             copy.meta.setdefault("recompute", CheckpointPolicy.MUST_RECOMPUTE)
             if copy.args[0].target is aten._to_copy.default:
                 copy.args[0].meta.setdefault("recompute", CheckpointPolicy.MUST_RECOMPUTE)
+
+
+def write_out_steps(graph: Graph) -> None:
+    """Write out the steps that were traced as one, if there are any."""
+    if any(n.op == "call_function" and str(n.target) == "fusewright.repeated.default" for n in graph.nodes):
+        from fusewright.capture import repeated
+
+        repeated.write_out(graph)
 
 
 def _side_by_side(graph: Graph) -> None:

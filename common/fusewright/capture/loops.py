@@ -19,16 +19,25 @@ _PIECES = frozenset("getitem select narrow".split())
 
 
 def may_loop(gm: GraphModule, example_inputs: Sequence[Any]) -> bool:
-    """Whether a Dynamo graph of a training step, or a part of it, takes many pieces of one tensor, or has the levels of vmap that
-    trees have."""
+    """Whether a Dynamo graph of a training step, or a part of it, takes many pieces of one tensor, calls one function many times
+    from one line of one module, or has the levels of vmap that trees have."""
     if not torch.is_grad_enabled() or not any(getattr(x, "requires_grad", False) for x in example_inputs):
         return False
     return any(_takes_many(m.graph) for m in gm.modules() if isinstance(m, GraphModule))
 
 
 def _takes_many(graph: Graph) -> bool:
-    pieces = Counter(_taken_apart(graph))
-    return max(pieces.values(), default=0) >= LEAST_STEPS or any(compat.of_vmap(n.target) for n in graph.nodes)
+    pieces, lines = Counter(_taken_apart(graph)), Counter(map(_line, graph.nodes))
+    del lines[None]
+    most = max((*pieces.values(), *lines.values()), default=0)
+    return most >= LEAST_STEPS or any(compat.of_vmap(n.target) for n in graph.nodes)
+
+
+def _line(n: Node) -> Any:
+    """What a call calls, where it is written, and in which module: layers are modules of their own."""
+    if n.op not in ("call_function", "call_method") or not (trace := n.meta.get("stack_trace")):
+        return None
+    return n.target, trace, tuple(path for path, _ in n.meta.get("nn_module_stack", {}).values())
 
 
 def _taken_apart(graph: Graph) -> Iterator[Node]:

@@ -16,7 +16,7 @@ from fusewright.graph.effects import names_sizes
 from fusewright.graph.spec import contiguous_strides, size, tensor_spec, value_of
 from fusewright.ops import strides
 
-__all__ = ["alike", "downstream", "fake_like", "infer", "mend", "mend_item", "value_of"]
+__all__ = ["alike", "downstream", "fake_like", "infer", "mend", "mend_item", "same_kind", "value_of", "viewable"]
 
 
 _VIEW = torch.ops.aten.view.default
@@ -108,16 +108,18 @@ def _computation(node: Node) -> Any:
     return node.target, args, kwargs
 
 
-def downstream(graph: Graph, changed: Node) -> None:
-    """Recompute the metadata of every node that depends on `changed`.
+def downstream(graph: Graph, *changed: Node) -> None:
+    """Recompute the metadata of every node that depends on one of `changed`.
 
     A reshape was traced as a view if the wrong strides allowed one. If the true strides do not, it becomes a reshape again.
     """
-    stale = {changed}
+    if not changed:
+        return
+    stale = set(changed)
     for node in graph.nodes:
-        if node.op != "call_function" or node is changed or not stale & set(node.all_input_nodes):
+        if node.op != "call_function" or node in changed or not stale & set(node.all_input_nodes):
             continue
-        if node.target is _VIEW and not _viewable(*node.args):
+        if node.target is _VIEW and not viewable(*node.args):
             node.target = torch.ops.aten.reshape.default
         before = value_of(node)
         try:
@@ -129,7 +131,7 @@ def downstream(graph: Graph, changed: Node) -> None:
             stale.add(node)
 
 
-def _viewable(of: Any, sizes: Any) -> bool:
+def viewable(of: Any, sizes: Any) -> bool:
     """Whether a tensor has a view of these sizes. Asked outside FakeTensorMode, which accepts impossible views, unless sizes
     are symbolic, which only that mode knows."""
     spec, sizes = tensor_spec(value_of(of)), torch.fx.node.map_arg(sizes, value_of)
@@ -208,6 +210,11 @@ def _laid_out(val: Any, like: torch.Tensor | None) -> Any:
     if all(compat.statically_true(s == t) or compat.statically_true(n == 1) for n, s, t in pairs):
         return val
     return torch.empty_strided(val.shape, like.stride(), dtype=val.dtype, device=val.device)
+
+
+def same_kind(a: Any, b: Any) -> bool:
+    """Whether two traced values have the same metadata."""
+    return bool(_kind(a) == _kind(b))
 
 
 def _kind(val: Any) -> Any:

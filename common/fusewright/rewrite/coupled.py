@@ -113,9 +113,13 @@ def _coupled(r: Rewriter, log: RuleLog, rule: str, body: Body, core: Sequence[in
 
 
 def bodies(graph: Graph) -> Iterator[Body]:
-    """The longest stretches of a graph's calls that steps may have which repeat themselves, the shortest steps first."""
+    """Stretches of pointwise calls that may be steps."""
     steps = Steps()
-    nodes = [n for n in graph.nodes if n.op == "call_function" and steps.kind(n) is not None]
+    return stretches([n for n in graph.nodes if n.op == "call_function" and steps.kind(n) is not None])
+
+
+def stretches(nodes: Sequence[Node]) -> Iterator[Body]:
+    """The longest stretches of calls that steps may have which repeat themselves, the shortest steps first."""
     taken = -1
     for period in _periods(nodes):
         for start, end in _stretches(nodes, period):

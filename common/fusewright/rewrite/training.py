@@ -19,7 +19,7 @@ from fusewright.graph.cse import merge_common
 from fusewright.graph.effects import drop_dead_code
 from fusewright.graph.view import is_projection
 from fusewright.interface import RuleLog
-from fusewright.rewrite import associative, filled, recurrence, scanned, unrolled
+from fusewright.rewrite import associative, filled, recurrence, repeated, scanned, unrolled
 from fusewright.rewrite.engine import READER, Rewriter
 from fusewright.rewrite.rules import RULES
 
@@ -65,16 +65,17 @@ def _rolled_body(body: GraphModule, rules: RuleLog) -> GraphModule | None:
     if body.meta or not isinstance(output.args[0], tuple):
         return None
     inputs = [n.meta.get("example_value") for n in body.graph.find_nodes(op="placeholder")]
-    return _rolled_alone(body, inputs, rules)
+    return _rolled_alone(body, inputs, rules, within=True)
 
 
-def _rolled_alone(gm: GraphModule, example_inputs: Sequence[Any], rules: RuleLog) -> GraphModule | None:
+def _rolled_alone(gm: GraphModule, example_inputs: Sequence[Any], rules: RuleLog, within: bool = False) -> GraphModule | None:
+    """The same for a graph without checkpoints, or a body `within` one."""
     try:
         aten = direct.forward(gm, example_inputs)
     except Exception as e:  # of any kind: the step as it was written can still be traced
         log.info("loops of a training step stay as they are: %s", str(e).partition("\n")[0])
         return None
-    graph = _rolled(aten.graph, rules)
+    graph = _rolled(aten.graph, rules, within)
     if graph is None:
         return None
     for old, new in zip(*(g.find_nodes(op="placeholder") for g in (gm.graph, graph)), strict=True):
@@ -85,7 +86,7 @@ def _rolled_alone(gm: GraphModule, example_inputs: Sequence[Any], rules: RuleLog
     return made
 
 
-def _rolled(recorded: Graph, rules: RuleLog) -> Graph | None:
+def _rolled(recorded: Graph, rules: RuleLog, within: bool) -> Graph | None:
     """A recorded forward graph with its loops rewritten; None if there are none. Chains whose states are read one by one stay: each
     such read would have a gradient of the size of all states."""
     canonicalize(recorded)
@@ -105,7 +106,11 @@ def _rolled(recorded: Graph, rules: RuleLog) -> Graph | None:
         if single <= kept:  # a tree, whose rule knows no chains
             return None
         kept |= single
-    if not tried.hits or not _derivable(graph):
+    if not _derivable(graph):
+        return None
+    if not within:  # what is computed again is marked call by call
+        repeated.repeat(graph, tried)
+    if not tried.hits:
         return None
     rules.hits, rules.spent = tried.hits, tried.spent
     return graph

@@ -356,6 +356,17 @@ def _expanded(loop: Loop, step: Node, bound: Bound, rolled: frozenset[str]) -> N
     return None if x is None else loop.r.call("expand", (x, [loop.count, *arguments(loop.r.graph, value_of(step).shape)]))
 
 
+def _copied(loop: Loop, step: Node, bound: Bound, rolled: frozenset[str]) -> Node | None:
+    """What steps write over tensors of theirs, in the type and shape of these."""
+    dtype, rank = value_of(step).dtype, value_of(step).dim()
+    x = loop.aligned(bound["src"], rank) if "src" in rolled else None
+    if x is None:
+        return None
+    if value_of(x).dtype != dtype:
+        x = loop.r.call("cast", (x,), kwargs={"dtype": dtype})
+    return loop.r.call("expand", (x, [loop.count, *arguments(loop.r.graph, value_of(step).shape)]))
+
+
 def _transposed(loop: Loop, step: Node, bound: Bound, rolled: frozenset[str]) -> Node | None:
     return loop.r.call("transpose", (bound["self"], 1, 2)) if value_of(step).dim() == 2 else None
 
@@ -395,13 +406,13 @@ CODE: Mapping[str, Rolled] = {
     "softmax": _shifted("dim"), "select": _shifted("dim"), "slice": _shifted("dim"),
     "squeeze": _shifted("dim"), "unsqueeze": _shifted("dim", extra=1), "transpose": _shifted("dim0", "dim1"),
     "permute": _permuted, "t": _transposed, "view": _reshaped, "reshape": _reshaped, "expand": _expanded, "alias": _same,
-    "mm": _product, "bmm": _product, "linear": _linear, **dict.fromkeys(ACTIVATIONS, _elementwise),
+    "copy": _copied, "mm": _product, "bmm": _product, "linear": _linear, **dict.fromkeys(ACTIVATIONS, _elementwise),
 }  # fmt: skip
-"""What one call for all steps looks like, by row; pointwise rows broadcast."""
+"""What one call for all steps looks like, by row; other pointwise rows broadcast."""
 
 
 def _code(row: Op) -> Rolled | None:
-    return _elementwise if row.kind is Kind.POINTWISE else CODE.get(row.name)
+    return CODE.get(row.name, _elementwise if row.kind is Kind.POINTWISE else None)
 
 
 RULES: tuple[Rule, ...] = (

@@ -234,3 +234,13 @@ def test_a_compiled_recurrence_is_as_exact_as_eager() -> None:
         got, expected, exact = compiled(*inputs), _scan(*inputs), _scan(*(x.double() for x in inputs))
     for x, y, z in zip(got, expected, exact, strict=True):
         assert (x - z).abs().max() <= 2 * (y - z).abs().max() + 1e-7
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_steps_copy_over_a_tensor_is_copied_in_its_shape_and_type(dtype: torch.dtype) -> None:
+    x, base = torch.rand(STEPS, 4, dtype=dtype), torch.zeros(5, 4)
+
+    def fn(x: Tensor, base: Tensor) -> Tensor:
+        return torch.stack([torch.relu(torch.ops.aten.copy(base, x[t])) for t in range(STEPS)])
+
+    assert _rolled(fn, [x, base])[0] == 1
