@@ -170,7 +170,8 @@ def _parsed(cls: type[Backend] | None, options: Mapping[str, Any] | None, mode: 
 
 def _rules(cls: type[Backend]) -> set[str]:
     """All rule ids: the host's, those of the rows loaded with backends, and those that this backend adds."""
-    from fusewright.rewrite import associative, branches, filled, pairs, recurrence, repeated, unrolled, widen
+    from fusewright.rewrite import branches, pairs, widen
+    from fusewright.rewrite.loops import associative, filled, recurrence, repeated, unrolled
     from fusewright.rewrite.rules import RULES
     from fusewright.toolkit.region import pattern
 

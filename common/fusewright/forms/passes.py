@@ -30,8 +30,9 @@ from fusewright.plan.inplace import copied_together, reduced_in_place, updated_i
 from fusewright.plan.replay.inference import DIVIDE
 from fusewright.plan.replay.pieces import PIECES
 from fusewright.plan.verify import FRAGMENT, PLACE, PLAN, Answer
-from fusewright.rewrite import associative, branches, expand, filled, pairs, recurrence, unrolled, widen
+from fusewright.rewrite import branches, expand, pairs, widen
 from fusewright.rewrite.engine import Rewriter
+from fusewright.rewrite.loops import associative, filled, recurrence, unrolled
 from fusewright.rewrite.rules import RULES
 from fusewright.toolkit.fuse.build import with_buffers
 from fusewright.toolkit.ir.builder import scheduled

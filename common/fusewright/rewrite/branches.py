@@ -20,7 +20,7 @@ from fusewright.graph.spec import value_of
 from fusewright.graph.view import is_op, is_projection
 from fusewright.interface import RuleLog
 from fusewright.rewrite.engine import READER, Rewriter
-from fusewright.rewrite.unrolled import alike
+from fusewright.rewrite.loops.unrolled import alike
 
 ID = "conv.branches"
 """The rule's id in reports, and for `disable_rules`."""

@@ -19,8 +19,8 @@ from fusewright.graph.cse import merge_common
 from fusewright.graph.effects import drop_dead_code
 from fusewright.graph.view import is_projection
 from fusewright.interface import RuleLog
-from fusewright.rewrite import associative, filled, recurrence, repeated, scanned, unrolled
 from fusewright.rewrite.engine import READER, Rewriter
+from fusewright.rewrite.loops import associative, filled, recurrence, repeated, scanned, unrolled
 from fusewright.rewrite.rules import RULES
 
 log = logging.getLogger("fusewright")

@@ -19,7 +19,7 @@ from fusewright.capture.capture import through_aot
 from fusewright.capture.loops import may_loop
 from fusewright.interface import RuleLog
 from fusewright.ops.semantics.recurrence import linear_scan_op
-from fusewright.rewrite import associative, recurrence
+from fusewright.rewrite.loops import associative, recurrence
 from fusewright.rewrite.training import rolled
 
 STEPS = 9

@@ -21,9 +21,9 @@ from fusewright.graph.canonicalize import canonicalize
 from fusewright.graph.cse import merge_common
 from fusewright.interface import RuleLog
 from fusewright.rewrite.engine import READER, Rewriter
-from fusewright.rewrite.recurrence import ID, recur
+from fusewright.rewrite.loops.recurrence import ID, recur
+from fusewright.rewrite.loops.unrolled import roll
 from fusewright.rewrite.rules import RULES as HOST_RULES
-from fusewright.rewrite.unrolled import roll
 
 STEPS = 11
 Traced = Literal["fake", "symbolic"]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fusewright import report
-from fusewright.rewrite.associative import ID
+from fusewright.rewrite.loops.associative import ID
 
 associative = pytest.importorskip("torch._higher_order_ops.associative_scan", reason="this torch has no associative_scan")
 

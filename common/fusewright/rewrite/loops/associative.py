@@ -20,7 +20,7 @@ from fusewright.graph.spec import by_stride, value_of
 from fusewright.graph.view import is_op
 from fusewright.interface import RuleLog
 from fusewright.rewrite.engine import READER, Rewriter
-from fusewright.rewrite.unrolled import alike
+from fusewright.rewrite.loops.unrolled import alike
 
 ID = "loop.associative_scan"
 """The rule's id in reports, and for `disable_rules`."""

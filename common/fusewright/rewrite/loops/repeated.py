@@ -22,7 +22,7 @@ from fusewright.graph.retrace import same_kind
 from fusewright.graph.spec import value_of
 from fusewright.graph.view import dependents, is_projection
 from fusewright.interface import RuleLog
-from fusewright.rewrite import coupled
+from fusewright.rewrite.loops import coupled
 
 ID = "loop.repeated"
 """The rule's id in reports, and for `disable_rules`."""

@@ -22,11 +22,11 @@ from fusewright.graph.effects import drop_dead_code
 from fusewright.graph.spec import same_size, value_of
 from fusewright.graph.view import is_op
 from fusewright.interface import RuleLog
-from fusewright.rewrite.coupled import couple
 from fusewright.rewrite.engine import READER, Rewriter
-from fusewright.rewrite.scanned import Found, Operands, Scanned, converts, is_like, own
-from fusewright.rewrite.steps import Pointwise, Steps, as_step, is_truth
-from fusewright.rewrite.unrolled import LEAST_STEPS, private
+from fusewright.rewrite.loops.coupled import couple
+from fusewright.rewrite.loops.scanned import Found, Operands, Scanned, converts, is_like, own
+from fusewright.rewrite.loops.steps import Pointwise, Steps, as_step, is_truth
+from fusewright.rewrite.loops.unrolled import LEAST_STEPS, private
 
 ID = "loop.recurrence"
 """The rule's id in reports, and for `disable_rules`."""

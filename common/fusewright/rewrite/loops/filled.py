@@ -18,7 +18,7 @@ from fusewright.graph.spec import arguments, extent, value_of
 from fusewright.graph.view import is_op
 from fusewright.interface import RuleLog
 from fusewright.rewrite.engine import READER, Rewriter
-from fusewright.rewrite.unrolled import LEAST_STEPS, alike, has
+from fusewright.rewrite.loops.unrolled import LEAST_STEPS, alike, has
 
 ID = "loop.filled"
 """The rule's id in reports, and for `disable_rules`."""

@@ -18,7 +18,7 @@ from fusewright.graph.canonicalize import canonicalize
 from fusewright.graph.cse import merge_common
 from fusewright.interface import RuleLog
 from fusewright.rewrite.engine import READER
-from fusewright.rewrite.filled import ID, fill
+from fusewright.rewrite.loops.filled import ID, fill
 
 STEPS = 9
 X = torch.randn(3, STEPS, 4)

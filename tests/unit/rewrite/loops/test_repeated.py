@@ -15,7 +15,7 @@ from fusewright.capture import repeated as calls
 from fusewright.capture.capture import through_aot
 from fusewright.capture.loops import may_loop
 from fusewright.interface import RuleLog
-from fusewright.rewrite.repeated import ID
+from fusewright.rewrite.loops.repeated import ID
 from fusewright.rewrite.training import rolled
 
 STEPS, BATCH, WIDTH = 16, 2, 4

@@ -17,7 +17,7 @@ from fusewright.graph.spec import SizeArgument, arguments, order_in_memory, valu
 from fusewright.graph.view import is_op
 from fusewright.ops.semantics.recurrence import carried
 from fusewright.rewrite.engine import READER, Rewriter
-from fusewright.rewrite.unrolled import Loop, alike, has
+from fusewright.rewrite.loops.unrolled import Loop, alike, has
 
 CHAIN = "chain"
 """The key in a scan's metadata for the name of the last node that it replaces."""

@@ -22,9 +22,9 @@ from fusewright.ops.semantics.coupled import MOST_RESULTS
 from fusewright.ops.semantics.recurrence import carried
 from fusewright.ops.semantics.steps import written
 from fusewright.rewrite.engine import Rewriter
-from fusewright.rewrite.scanned import Found, Operands, Scanned, converts, is_like, own
-from fusewright.rewrite.steps import Steps, is_truth
-from fusewright.rewrite.unrolled import LEAST_STEPS, alike, private
+from fusewright.rewrite.loops.scanned import Found, Operands, Scanned, converts, is_like, own
+from fusewright.rewrite.loops.steps import Steps, is_truth
+from fusewright.rewrite.loops.unrolled import LEAST_STEPS, alike, private
 
 LONGEST = 512
 """Calls of the longest step."""

@@ -17,7 +17,7 @@ from fusewright.graph.spec import value_of
 from fusewright.graph.view import is_op
 from fusewright.ops.semantics.steps import FUNCTIONS, Expr, parsed, written
 from fusewright.rewrite.engine import READER
-from fusewright.rewrite.unrolled import has
+from fusewright.rewrite.loops.unrolled import has
 
 MOST_CALLS = 24
 """Calls of the longest step."""

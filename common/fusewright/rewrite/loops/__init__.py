@@ -1,0 +1,1 @@
+"""Loops over time steps that Dynamo has unrolled."""
