@@ -52,6 +52,8 @@ ALLOWED: dict[str, tuple[str, str]] = {
     "ops/table/composite.py": ("cpu", "what eager gives there, and the name of an operator of torch"),
     "ops/table/quantized.py": ("onednn x86", "a namespace of torch's operators"),
     "plan/build.py": ("mkldnn mkl", "namespaces of torch's operators"),
+    "plan/execute/codegen.py": ("cuda", "torch's name of devices on which it allocates without its dispatcher"),
+    "plan/execute/prepare.py": ("cpu cuda", "torch's names of devices on which it can wrap memory"),
     "plan/ir.py": ("mkldnn", "a namespace of torch's operators"),
     "quantization/bench.py": ("onednn", "torch's name of an engine"),
     "report_page/chart.py": ("cpu", "the machine of a figure"),

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -14,10 +14,12 @@ from torch.fx import GraphModule, Node
 from fusewright import _torch_compat as compat
 from fusewright import storage
 from fusewright.capture import direct
-from fusewright.capture.aligned import Multiple
 from fusewright.capture.joint import before_cut, write_out_steps
 from fusewright.graph.effects import writes, written
 from fusewright.interface import Phase
+
+if TYPE_CHECKING:
+    from fusewright.capture.aligned import Multiple
 
 log = logging.getLogger("fusewright")
 

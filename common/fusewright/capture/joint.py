@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fusewright.capture.aligned import Multiple, pad_products
 from fusewright.capture.tables import host_tables
 from fusewright.graph.cse import merge_common
 from fusewright.graph.fills import full_before, host_scalars, size_fills
 from fusewright.graph.retrace import fake_like
 from fusewright.graph.spec import value_of
+
+if TYPE_CHECKING:
+    from fusewright.capture.aligned import Multiple
 
 aten = torch.ops.aten
 
@@ -54,6 +56,8 @@ def before_cut(graph: Graph, multiple: Multiple | None = None) -> None:
     cropped_from_padded(graph)
     normalized_by_statistics(graph)
     if multiple is not None:
+        from fusewright.capture.aligned import pad_products
+
         pad_products(graph, multiple)
     _side_by_side(graph)
     merge_common(graph)

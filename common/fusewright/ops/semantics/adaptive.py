@@ -127,7 +127,7 @@ def _flat(place: Any, lengths: Sequence[int], made: Sequence[int], sizes: Sequen
 
 def max_backward(dims: int) -> Callable[..., Any]:
     """The gradient of an image's only cell at its maximum; else the operator itself, which visits cells, not elements: 256 planes
-    of 28x28 in 7x7 cells take 0.16 ms, a kernel 0.30 (a Zen 5 virtual machine, AVX-512, one thread, 2026-11-28)."""
+    of 28x28 in 7x7 cells take 0.16 ms, a kernel 0.30 (a Zen 5 virtual machine, one thread, 2026-11-28)."""
     operator = getattr(aten, f"adaptive_max_pool{dims}d_backward")
 
     def backward(grad: Any, x: Any, indices: Any) -> Any:

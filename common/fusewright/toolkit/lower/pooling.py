@@ -26,7 +26,7 @@ MAX_WINDOW = 27
 MAX_UNEVEN = 16
 """Largest cell of an adaptive pool whose cells differ. 256 planes of 28x28 in 3x3 cells take 0.24 ms by gathers and sums,
 eager 0.17, and their gradient 1.19, eager 0.23; 2048 of 7x7 in 3x3 cells 0.07, eager 0.36, and 0.24, eager 0.51 (a Zen 5 virtual
-machine, AVX-512, one thread, 2026-11-28)."""
+machine, one thread, 2026-11-28)."""
 MAX_WINDOWS = 25
 """The most windows of an element that are added up."""
 MAX_MAXIMA = 4

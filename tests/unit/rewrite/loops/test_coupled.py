@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.unit.rewrite.test_recurrence import STEPS, A, B, H, graph_of, scanned
+from tests.unit.rewrite.loops.test_recurrence import STEPS, A, B, H, graph_of, scanned
 from torch import Tensor
 
 from fusewright.interface import RuleLog

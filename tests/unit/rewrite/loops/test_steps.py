@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.unit.rewrite.test_recurrence import STEPS, A, B, H, graph_of, loop_of, scanned
+from tests.unit.rewrite.loops.test_recurrence import STEPS, A, B, H, graph_of, loop_of, scanned
 from torch import Tensor
 
 from fusewright.interface import RuleLog
