@@ -1,9 +1,9 @@
 """Alike steps of a loop as one call while gradients are traced, so that the gradient of one step is traced once.
 
 `rewrite.loops.repeated` puts a call of `fusewright::repeated` in place of the steps of a training graph. Autograd sees an operator
-whose gradient takes the steps in the opposite order. Of each kind of step (which of its results have gradients) one is traced, between
-marks. In the joint graph, before the cut, all steps are written out again, each a copy of what was traced. Nothing runs these
-operators.
+whose gradient takes the steps in the opposite order. Of each kind of step (which of its results have gradients) one is traced,
+between marks. In the joint graph, before the cut, all steps are written out again, each a copy of what was traced. Nothing runs
+these operators.
 """
 
 from __future__ import annotations

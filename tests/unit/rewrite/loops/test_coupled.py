@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.unit.rewrite.loops.test_recurrence import STEPS, A, B, H, graph_of, scanned
 from torch import Tensor
 
 from fusewright.interface import RuleLog
 from fusewright.ops.semantics.coupled import coupled_scan_op
 from fusewright.rewrite.loops.recurrence import ID, recur
+from tests.unit.rewrite.loops.test_recurrence import STEPS, A, B, H, graph_of, scanned
 
 Step = Callable[[Tensor, Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor]]
 

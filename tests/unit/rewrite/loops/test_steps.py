@@ -10,12 +10,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.unit.rewrite.loops.test_recurrence import STEPS, A, B, H, graph_of, loop_of, scanned
 from torch import Tensor
 
 from fusewright.interface import RuleLog
 from fusewright.ops.semantics.steps import parsed, pointwise_scan_op, written
 from fusewright.rewrite.loops.recurrence import ID, recur
+from tests.unit.rewrite.loops.test_recurrence import STEPS, A, B, H, graph_of, loop_of, scanned
 
 Step = Callable[[Tensor, Tensor, Tensor], Tensor]
 
