@@ -160,33 +160,42 @@ def normalized_by_statistics(graph: Graph) -> None:
         x, dim, _ = node.args
         result = value_of(node)
         classes = result.shape[dim]
-        if not isinstance(classes, int) or classes < MANY_CLASSES or not all(map(_of_loss, _readers(node))):
+        moved = [node, *_moved_on(node)]
+        if not isinstance(classes, int) or classes < MANY_CLASSES or not all(_of_loss(u, n) for n in moved for u in n.users):
             continue
+        wide = torch.promote_types(result.dtype, torch.float32)
         with graph.inserting_before(node):
-            made = _called(graph, aten._to_copy.default, x, dtype=result.dtype) if value_of(x).dtype != result.dtype else x
+            made = _cast(graph, x, wide)
             shifted = _called(graph, aten.sub.Tensor, made, _called(graph, aten.amax.default, made, [dim], True))
             total = _called(graph, aten.sum.dim_IntList, _called(graph, aten.exp.default, shifted), [dim], True)
             found = _called(graph, aten.sub.Tensor, shifted, _called(graph, aten.log.default, total))
+            rounded = _cast(graph, found, result.dtype)
         for n in (shifted.args[1], found.args[1]):
             n.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-        for n in {made, shifted, found} - {x}:
+        for n in {made, shifted, found, rounded, *moved[1:]} - {x}:
             n.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-        node.replace_all_uses_with(found)
+        node.replace_all_uses_with(rounded)
         graph.erase_node(node)
 
 
-def _readers(node: Node) -> Iterator[tuple[Node, Node]]:
-    """Each use of a value or of an alias of it: who reads what."""
-    for user in node.users:
-        if user.target in _ALIASES:
-            yield from _readers(user)
-        else:
-            yield user, node
+def _moved_on(x: Node) -> Iterator[Node]:
+    """Aliases of a value, and copies of other types."""
+    for user in x.users:
+        if user.target in _ALIASES or user.target is aten._to_copy.default:
+            yield user
+            yield from _moved_on(user)
 
 
-def _of_loss(use: tuple[Node, Node]) -> bool:
-    user, x = use
-    return user.target in _OF_A_LOSS or (user.target is aten._log_softmax_backward_data.default and user.args[1] is x)
+def _of_loss(user: Node, x: Node) -> bool:
+    """Whether a reader of a log-softmax, or of what it was moved to, is one of its loss."""
+    return (
+        user.target in (*_OF_A_LOSS, *_ALIASES, aten._to_copy.default)
+        or (user.target is aten._log_softmax_backward_data.default and user.args[1] is x)
+    )  # fmt: skip
+
+
+def _cast(graph: Graph, x: Any, dtype: torch.dtype) -> Any:
+    return x if value_of(x).dtype == dtype else _called(graph, aten._to_copy.default, x, dtype=dtype)
 
 
 def _called(graph: Graph, target: Any, *args: Any, **kwargs: Any) -> Any:
