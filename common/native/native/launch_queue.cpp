@@ -28,7 +28,8 @@ using Instantiate = int (*)(void**, void*, unsigned long long);
 using Set = int (*)(void*, void*, const NodeParameters*);
 using Run = int (*)(void*, void*);
 
-constexpr std::size_t LONGEST = 8;                 // launches in a graph; longer ones cost the host no less for each
+constexpr std::size_t FEWEST = 4, LONGEST = 8;     // launches in a graph: two or three cost no less by themselves, more than eight no
+                                                   // less for each
 constexpr std::int64_t MOST_BYTES = 64ll << 20;    // of tensors kept alive; kernels that touch more take the device longer than the host
 constexpr std::size_t COPIES = 4;                  // graphs of the same kernels that take turns: one that is running is slow to change
 constexpr unsigned SEEN = 8;                       // times that the same kernels must come before they get (another) graph
@@ -90,7 +91,7 @@ std::unique_ptr<Graph> build(const LaunchFunctions& driver, KernelLaunch* launch
 
 // A graph for what is queued that nobody uses, or null.
 Graph* graph_of(const Queue& q) {
-  if (!q.driver.run || q.count < 2) return nullptr;
+  if (!q.driver.run || q.count < FEWEST) return nullptr;
   Key key{};
   for (std::size_t k = 0; k < q.count; ++k) key[k] = q.launches[k].function;
   if (known.size() >= MOST_KEYS && !known.count(key)) return nullptr;

@@ -13,8 +13,8 @@ from fusewright.plan.execute.views import is_view
 from fusewright.plan.ir import Call, Instruction, Launch
 from fusewright.plan.native import queues
 
-FEWEST = 2
-"""Launches in a row that are worth a queue."""
+FEWEST = 4
+"""Launches in a row that are worth a queue: graphs of two or three, which each call of a plan uses once, cost the host as much."""
 
 
 def queued(

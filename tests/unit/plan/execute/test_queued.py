@@ -80,39 +80,39 @@ def loaded(kernel: Doubled, *instructions: Instruction) -> Any:
 @pytest.mark.parametrize(
     ("between", "closed_with"),
     [
-        ([], [4]),
-        ([call("aten::view.default", 3, [4])], [4]),
-        ([call("aten::slice.Tensor", 3, 0, 0, 4), call("aten::as_strided.default", 4, [4], [1])], [4]),
-        ([call("aten::neg.default", 3)], [2, 2]),
-        ([call("aten::relu_.default", 3)], [2, 2]),
-        ([call("aten::reshape.default", 3, [4])], [2, 2]),  # may copy
-        ([CallPython(lambda x: (-x,), (Ref(3),), (4,))], [2, 2]),
+        ([], [8]),
+        ([call("aten::view.default", 5, [4])], [8]),
+        ([call("aten::slice.Tensor", 5, 0, 0, 4), call("aten::as_strided.default", 6, [4], [1])], [8]),
+        ([call("aten::neg.default", 5)], [4, 4]),
+        ([call("aten::relu_.default", 5)], [4, 4]),
+        ([call("aten::reshape.default", 5, [4])], [4, 4]),  # may copy
+        ([CallPython(lambda x: (-x,), (Ref(5),), (6,))], [4, 4]),
     ],
 )
 def test_launches_wait_until_something_else_uses_the_device(
     kernel: Doubled, between: Sequence[Instruction], closed_with: Sequence[int]
 ) -> None:
-    at = 3 + len(between)
-    run = loaded(kernel, launch(1), launch(2), *between, launch(at), launch(at + 1))
+    at = 5 + len(between)
+    run = loaded(kernel, *map(launch, range(1, 5)), *between, *map(launch, range(at, at + 4)))
     x = torch.ones(4)
-    plain = x * 4
+    plain = x * 16
     for i in between:
         (plain,) = i.fn(plain) if isinstance(i, CallPython) else (function_of(i.target)(plain, *i.args[1:]),)
-    assert torch.equal(run([x])[0], plain * 4)
+    assert torch.equal(run([x])[0], plain * 16)
     assert kernel.closed_with == list(closed_with)
 
 
-def test_single_launches_and_leading_views_are_not_queued(kernel: Doubled) -> None:
+def test_few_launches_and_leading_views_are_not_queued(kernel: Doubled) -> None:
     view, other = call("aten::view.default", 1, [4]), call("aten::neg.default", 3)
-    kernels = {"k": KernelCode(kernel)}
-    assert not list(queued([view, launch(2), other, launch(4)], kernels, function_of))
-    assert list(queued([view, launch(2), launch(3)], kernels, function_of)) == [range(1, 3)]
+    kernels, four = {"k": KernelCode(kernel)}, [*map(launch, range(2, 6))]
+    assert not list(queued([view, *four[:3], other, *four[:3]], kernels, function_of))
+    assert list(queued([view, *four], kernels, function_of)) == [range(1, 5)]
     cpu = {"k": KernelCode(kernel, address=1)}
-    assert not list(queued([launch(1), launch(2)], cpu, function_of)), "these run when they are called"
+    assert not list(queued(four, cpu, function_of)), "these run when they are called"
 
 
 def test_what_was_queued_is_launched_when_an_instruction_raises(kernel: Doubled) -> None:
-    run = loaded(kernel, launch(1), launch(2), launch(3))
+    run = loaded(kernel, *map(launch, range(1, 6)))
     kernel.most = 2
     with pytest.raises(ValueError, match="too many"):
         run([torch.ones(4)])
@@ -120,7 +120,7 @@ def test_what_was_queued_is_launched_when_an_instruction_raises(kernel: Doubled)
 
 
 def test_first_runs_look_at_each_instruction(kernel: Doubled) -> None:
-    plan = Plan((1,), (Ref(3),), [launch(1), launch(2)], [], (), (), dict.fromkeys((1, 2, 3), VECTOR))
+    plan = Plan((1,), (Ref(5),), [*map(launch, range(1, 5))], [], (), (), dict.fromkeys(range(1, 6), VECTOR))
     codegen.load(plan, {"k": KernelCode(kernel)}, checked=True)([torch.ones(4)])
     codegen.load(plan, {"k": KernelCode(kernel)}, observe=lambda k, results: None)([torch.ones(4)])
     assert not kernel.closed_with
