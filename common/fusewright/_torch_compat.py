@@ -647,8 +647,8 @@ def read_no_masks() -> None:
 
 @functools.cache
 def _read_no_masks() -> None:
-    found = torch.nn.modules.transformer._detect_is_causal_mask
-    torch.compiler.substitute_in_graph(found, skip_signature_check=True)(lambda mask, is_causal=None, size=None: is_causal is True)
+    if (found := getattr(torch.nn.modules.transformer, "_detect_is_causal_mask", None)) is not None:
+        torch.compiler.substitute_in_graph(found, skip_signature_check=True)(lambda mask, causal=None, size=None: causal is True)
 
 
 def real_tensors() -> Any:
