@@ -647,8 +647,8 @@ def read_no_masks() -> None:
 
 @functools.cache
 def _read_no_masks() -> None:
-    if (found := getattr(torch.nn.modules.transformer, "_detect_is_causal_mask", None)) is not None:
-        torch.compiler.substitute_in_graph(found, skip_signature_check=True)(lambda mask, causal=None, size=None: causal is True)
+    if (f := getattr(torch.nn.modules.transformer, "_detect_is_causal_mask", None)) is not None:  # of mask, is_causal, size
+        torch.compiler.substitute_in_graph(f, skip_signature_check=True)(lambda m, c=None, n=None: c is True)  # type: ignore[misc]
 
 
 def real_tensors() -> Any:

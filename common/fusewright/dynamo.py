@@ -130,7 +130,7 @@ def compile_dynamo(
     try:
         return capture.capture(gm, example_inputs, compile_graph, without_loops, multiple)
     except Exception as e:
-        if compiling or type(e) not in REFUSALS or parsed.strict or parsed.fallback == "error":
+        if compiling or type(e) not in REFUSALS or parsed.fallback == "error":
             raise
         first, _, _ = str(e).partition("\n")
         warn_once(f"eager runs a graph that cannot be traced: {first}")

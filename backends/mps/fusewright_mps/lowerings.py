@@ -48,7 +48,13 @@ REFUSED: dict[torch.dtype, str] = {
 
 WITHOUT_CALL: dict[str, str] = {
     "int_mm": "torch has no product of int8 matrices on MPS",
-    "rms_norm_backward": "torch has no kernel of it on MPS",
+    **dict.fromkeys(
+        (
+            "rms_norm_backward", "channel_shuffle", "adaptive_avg_pool3d", "adaptive_avg_pool3d_backward", "adaptive_max_pool3d",
+            "adaptive_max_pool3d_backward",
+        ),
+        "torch has no kernel of it on MPS",
+    ),
     "q_linear": "it is oneDNN's",
     "q_linear_tensor": "it is oneDNN's",
     "q_conv": "it is oneDNN's",

@@ -45,6 +45,8 @@ class Plan:
     kernels: dict[str, Any] = field(default_factory=dict)
     alone: bool = False
     policy: DevicePolicy = field(default=DevicePolicy(), compare=False)
+    doubted: frozenset[int] = field(default=frozenset(), compare=False)
+    """Values whose metadata was found to be untrue more than once; such plans are not kept on disk."""
     origins: dict[int, Origin] = field(default_factory=dict, compare=False)
     """Labels for profilers, by the first value that an instruction makes."""
     trace: str = field(default="", compare=False)

@@ -103,6 +103,14 @@ def is_symbol(name: str) -> bool:
     )
 
 
+def has_text(size: SizeExpr) -> bool:
+    """Whether `text_of_size` allows a size."""
+    try:
+        return bool(text_of_size(size))
+    except Foreign:
+        return False
+
+
 def text_of_size(size: SizeExpr) -> str:
     """The text of a symbolic size, such as "2*s0 + 1" or "Max(1, s0)". Raises `Foreign` if it is not allowed in plans."""
     if not isinstance(size, SizeExpr) or not all(map(_is_leaf, leaves(size))) or len(text := _text(size)) > _LONGEST:

@@ -25,6 +25,7 @@ from fusewright.stages.untrue import blame, plan_again
 
 def finish(c: Compilation, kernels: Mapping[str, KernelCode]) -> None:
     """Make the plan a callable. Its first run is checked if anything relies on metadata: a lowering, or a recording."""
+    c.plan.doubted = _doubted(c)
     plain = codegen.load(c.plan, kernels)
     c.plan_text = partial(codegen.to_text, c.plan, kernels)
     if is_keeping():
@@ -32,10 +33,10 @@ def finish(c: Compilation, kernels: Mapping[str, KernelCode]) -> None:
     _watch_weights(c, plain)
     c.run = run = _replaying(c, c.plan, kernels, plain)
     if c.compiled or c.facts.suspects() or run is not plain:
-        checked = codegen.load(_without_distrusted(c, c.plan), kernels, checked=True, prepared=codegen.prepared_of(plain))
+        checked = codegen.load(_without(c.plan, c.plan.doubted), kernels, checked=True, prepared=codegen.prepared_of(plain))
         again, passed = (lambda found: plan_again(c, found)), (lambda: _passed(c))
         if has_collectives(c.graph):
-            eager = _without_distrusted(c, plan_build.build(c.index, (), ()))
+            eager = _without(plan_build.build(c.index, (), ()), c.plan.doubted)
             c.run = observed_first(eager, checked, run, again, passed, c.backend.name)
         else:
             check, written = codegen.check_of(checked), _written_inputs(c.plan)
@@ -73,10 +74,13 @@ def _watch_weights(c: Compilation, plain: Run) -> None:
         prepared.whole = True
 
 
-def _without_distrusted(c: Compilation, plan: plan_build.Plan) -> plan_build.Plan:
-    """Return the plan without the metadata of distrusted values, so that the first run checks only the rest."""
+def _doubted(c: Compilation) -> frozenset[int]:
     nodes = [n for n in c.working.nodes if n.op != "output" and origin(n) in c.facts.distrusted]
-    doubted = {v.id for n in nodes for v in c.index.values(n)}
+    return frozenset(v.id for n in nodes for v in c.index.values(n))
+
+
+def _without(plan: plan_build.Plan, doubted: frozenset[int]) -> plan_build.Plan:
+    """Return the plan without the metadata of these values, so that the first run checks only the rest."""
     return replace(plan, specs={i: s for i, s in plan.specs.items() if i not in doubted})
 
 
@@ -84,7 +88,7 @@ def _passed(c: Compilation) -> None:
     """Accept the plan after a first run without mismatches: save it, unless a noisy measurement chose its kernels."""
     if suspects := c.facts.suspects():
         blame(c, suspects)
-    if c.slot and c.tuner.settled:
+    if c.slot and c.tuner.settled and not c.plan.doubted:
         cached.save(c.slot, c.backend, c.plan, c.graph, c.report.summary() if c.report.fallbacks else "")
 
 

@@ -398,7 +398,8 @@ def source(
         lines.append(f"    {left}prepared({', '.join(f'v{i}' for i in plan.prepare_inputs)})")
     keep = {r.id for r in plan.outputs if isinstance(r, Ref)} | set(plan.attributes)
     alone = checked or observed or label is not None  # each instruction is looked at
-    instructions = plan.instructions if alone or not launches.direct else with_views(plan)
+    relied_on = launches.direct and (launches.bound or any(isinstance(i, Launch) for i in plan.instructions))
+    instructions = with_views(plan) if relied_on and not alone else plan.instructions  # a first run has checked the metadata
     symbols = _Symbols(plan, instructions, launches.bound)
     lines += symbols.of(plan.inputs)
     start = ["    observe(-1, ())"] if observed else []

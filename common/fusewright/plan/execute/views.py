@@ -10,7 +10,7 @@ from typing import Any
 from fusewright.interface import Dim, TensorSpec
 from fusewright.plan.build import Plan, escaping
 from fusewright.plan.ir import Call, Instruction, Ref, reads
-from fusewright.plan.vocabulary import is_symbol
+from fusewright.plan.vocabulary import has_text, is_symbol
 from fusewright.sizes.expr import names
 
 VIEW = "view of memory"
@@ -22,15 +22,16 @@ they are not known."""
 
 
 def with_views(plan: Plan) -> list[Instruction]:
-    """The instructions of a plan, with calls of views replaced by calls of `VIEW` where the result is neither written nor returned:
-    it does not count writes with the other memory, and is no view to autograd. Each is of the first memory of a chain, and those
-    that nobody else reads are left out."""
-    stay = escaping(plan.instructions, plan.outputs)
+    """The instructions of a plan whose metadata is true, with calls of views replaced by calls of `VIEW` where the result is
+    neither written nor returned: it does not count writes with the other memory, and is no view to autograd. Each is of the first
+    memory of a chain, and those that nobody else reads are left out."""
+    stay = escaping(plan.instructions, plan.outputs) | plan.doubted
+    specs = {v: s for v, s in plan.specs.items() if v not in plan.doubted}
     known = _known_names(plan)
     bases: dict[int, tuple[int, int]] = {}
     found: list[Instruction] = []
     for i in plan.instructions:
-        if not isinstance(i, Call) or (offsets := _offsets(i, plan.specs, stay, known)) is None:
+        if not isinstance(i, Call) or (offsets := _offsets(i, specs, stay, known)) is None:
             found.append(i)
             continue
         given = i.args[0].id
@@ -58,8 +59,9 @@ def _offsets(i: Call, specs: Mapping[int, TensorSpec], stay: Set[int], known: Se
     given, results = specs.get(i.args[0].id), [specs[o] for o in i.outs if o in specs]
     if not results or len(results) < len(i.outs) or (given is not None and given.dtype != results[0].dtype):
         return None
-    used = {n for s in results for size in (*s.shape, *s.stride) if isinstance(size, Dim) for n in names(size.expr)}
-    return of(given, results, i.args[1:]) if used <= known else None
+    sizes = [size.expr for s in results for size in (*s.shape, *s.stride) if isinstance(size, Dim)]
+    printable = all(map(has_text, sizes)) and {n for size in sizes for n in names(size)} <= known
+    return of(given, results, i.args[1:]) if printable else None
 
 
 def _known_names(plan: Plan) -> set[str]:
