@@ -8,13 +8,9 @@ as for OpInfo. A program is determined by its seed: `--first SEED --count 1 --sh
 
 from __future__ import annotations
 
-import argparse
 import linecache
-import logging
 import random
 import sys
-import warnings
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,6 +18,7 @@ import torch
 from torch.testing._internal.opinfo.core import SampleInput
 
 from ci.operators import one_call
+from ci.operators.random_programs import arguments, compare_all
 from fusewright.conformance.ops import opinfo as check
 
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
@@ -225,32 +222,8 @@ def checked(p: Program, backend: str | Callable[..., Any]) -> check.Outcome:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    a = _arguments(argv)
-    logging.disable(logging.CRITICAL)
-    warnings.simplefilter("ignore")
-    counted: Counter[str] = Counter()
-    for seed in range(a.first, a.first + a.count):
-        p = Program(seed)
-        if a.show:
-            print(p)
-        outcome = checked(p, a.backend)
-        why = outcome.skipped or ("wrong" if outcome.problems else "wrong in aot_eager too" if outcome.shared else "right")
-        counted[why] += 1
-        counted["ops lowered"] += outcome.lowered
-        counted["ops left to eager"] += outcome.eager
-        if outcome.problems:
-            print("\n".join([str(p), *outcome.problems]), flush=True)
-    print(f"{a.backend}: " + ", ".join(f"{n} {what}" for what, n in counted.items()))
-    return 1 if counted["wrong"] or not counted["right"] else 0
-
-
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--backend", required=True)
-    p.add_argument("--first", type=int, default=0, help="the first seed")
-    p.add_argument("--count", type=int, default=100)
-    p.add_argument("--show", action="store_true", help="print every program")
-    return p.parse_args(argv)
+    a = arguments(__doc__).parse_args(argv)
+    return compare_all(a, Program, lambda p: checked(p, a.backend))
 
 
 if __name__ == "__main__":

@@ -331,15 +331,32 @@ def checked(p: Program, by: check.Compiler) -> check.Outcome:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    a = _arguments(argv)
+    p = arguments(__doc__)
+    p.add_argument("--dynamic", action="store_true", help="compile with symbolic sizes")
+    a = p.parse_args(argv)
+    return compare_all(a, Program, lambda p: checked(p, check.Compiler(a.backend, a.dynamic)))
+
+
+def arguments(doc: str | None) -> argparse.ArgumentParser:
+    """Return the arguments of a tool that runs programs by their seeds."""
+    p = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--backend", required=True)
+    p.add_argument("--first", type=int, default=0, help="the first seed")
+    p.add_argument("--count", type=int, default=200)
+    p.add_argument("--show", action="store_true", help="print every program")
+    return p
+
+
+def compare_all(a: argparse.Namespace, program: Callable[[int], Any], judge: Callable[[Any], check.Outcome]) -> int:
+    """Judge the programs of these seeds and print what is wrong; 1 if anything is, or nothing was right."""
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
     counted: Counter[str] = Counter()
     for seed in range(a.first, a.first + a.count):
-        p = Program(seed)
+        p = program(seed)
         if a.show:
             print(p)
-        outcome = checked(p, check.Compiler(a.backend, a.dynamic))
+        outcome = judge(p)
         why = outcome.skipped or ("wrong" if outcome.problems else "wrong in aot_eager too" if outcome.shared else "right")
         counted[why] += 1
         counted["ops lowered"] += outcome.lowered
@@ -348,16 +365,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             print("\n".join([str(p), *outcome.problems]), flush=True)
     print(f"{a.backend}: " + ", ".join(f"{n} {what}" for what, n in counted.items()))
     return 1 if counted["wrong"] or not counted["right"] else 0
-
-
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--backend", required=True)
-    p.add_argument("--dynamic", action="store_true", help="compile with symbolic sizes")
-    p.add_argument("--first", type=int, default=0, help="the first seed")
-    p.add_argument("--count", type=int, default=200)
-    p.add_argument("--show", action="store_true", help="print every program")
-    return p.parse_args(argv)
 
 
 if __name__ == "__main__":

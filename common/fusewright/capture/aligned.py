@@ -15,6 +15,7 @@ from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fusewright import _torch_compat as compat
+from fusewright.graph.retrace import called
 from fusewright.graph.view import dependents
 
 aten = torch.ops.aten
@@ -53,13 +54,13 @@ def _pad(graph: Graph, node: Node, at: int, multiple: Multiple, padded: dict[tup
     given = [_enlarged(graph, a, rows, inner, padded), _enlarged(graph, b, inner, columns, padded)]
     with graph.inserting_before(node):
         if bias is not None:
-            given.insert(0, _call(graph, node, aten.constant_pad_nd.default, bias, [0, columns], 0) if columns else bias)
-        made = _call(graph, node, node.target, *given, **node.kwargs)
+            given.insert(0, called(graph, node, aten.constant_pad_nd.default, bias, [0, columns], 0) if columns else bias)
+        made = called(graph, node, node.target, *given, **node.kwargs)
         if rows:
-            made = _call(graph, node, aten.slice.Tensor, made, 0, 0, a.meta["val"].shape[0])
+            made = called(graph, node, aten.slice.Tensor, made, 0, 0, a.meta["val"].shape[0])
         if columns:
-            made = _call(graph, node, aten.slice.Tensor, made, 1, 0, b.meta["val"].shape[1])
-            made = _call(graph, node, aten.clone.default, made, memory_format=torch.contiguous_format)
+            made = called(graph, node, aten.slice.Tensor, made, 1, 0, b.meta["val"].shape[1])
+            made = called(graph, node, aten.clone.default, made, memory_format=torch.contiguous_format)
     node.replace_all_uses_with(made)
     graph.erase_node(node)
 
@@ -97,14 +98,14 @@ def _enlarged(graph: Graph, x: Node, rows: int, columns: int, padded: dict[tuple
     x = _turned_back(x)
     if not _by_rows(x):
         with graph.inserting_after(x):
-            base = x.args[0] if x.target in _TRANSPOSES else _call(graph, x, aten.t.default, x)
+            base = x.args[0] if x.target in _TRANSPOSES else called(graph, x, aten.t.default, x)
         whole = _enlarged(graph, base, columns, rows, padded)  # type: ignore[arg-type]
         with graph.inserting_after(whole):
-            return _call(graph, x, aten.t.default, whole)
+            return called(graph, x, aten.t.default, whole)
     key = x, rows, columns
     if key not in padded:
         with graph.inserting_after(x):
-            padded[key] = _call(graph, x, aten.constant_pad_nd.default, x, [0, columns, 0, rows], 0)
+            padded[key] = called(graph, x, aten.constant_pad_nd.default, x, [0, columns, 0, rows], 0)
     return padded[key]
 
 
@@ -116,15 +117,6 @@ def _turned_back(x: Node) -> Node:
             break
         x = base
     return x
-
-
-def _call(graph: Graph, like: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
-    """A call in the place, and on behalf, of a node."""
-    made = graph.call_function(target, args, kwargs)
-    values = [x.meta["val"] if isinstance(x, Node) else x for x in args]
-    made.meta = {**like.meta, "val": target(*values, **kwargs)}
-    made.meta.pop("tensor_meta", None)
-    return made
 
 
 def _read_padded(graph: Graph, padded: dict[tuple[Node, int, int], Node]) -> None:
@@ -167,6 +159,6 @@ def _takes_any_strides(reader: Node, source: Node, x: Node) -> bool:
 def _without_zeros(graph: Graph, pad: Node, x: Node, source: Node, reader: Node) -> Node:
     """The elements of `source`, a tensor whose rows are those of `x`, as a view of `x` with zeros behind its rows."""
     with graph.inserting_before(reader):
-        view = _call(graph, x, aten.slice.Tensor, pad, 1, 0, x.meta["val"].shape[1])
+        view = called(graph, x, aten.slice.Tensor, pad, 1, 0, x.meta["val"].shape[1])
         shape = list(source.meta["val"].shape)
-        return view if len(shape) == 2 else _call(graph, source, aten.view.default, view, shape)
+        return view if len(shape) == 2 else called(graph, source, aten.view.default, view, shape)

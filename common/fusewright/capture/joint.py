@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from fusewright.capture.tables import host_tables
 from fusewright.graph.cse import merge_common
 from fusewright.graph.fills import full_before, host_scalars, size_fills
-from fusewright.graph.retrace import fake_like
+from fusewright.graph.retrace import called, fake_like
 from fusewright.graph.spec import value_of
 
 if TYPE_CHECKING:
@@ -78,10 +80,8 @@ def copied_for_norms(graph: Graph) -> None:
 
 
 def write_out_steps(graph: Graph) -> None:
-    """Write out the steps that were traced as one, if there are any."""
-    if any(n.op == "call_function" and str(n.target) == "fusewright.repeated.default" for n in graph.nodes):
-        from fusewright.capture import repeated
-
+    """Write out the steps that were traced as one, if there are any; what traces them has imported the module that does."""
+    if (repeated := sys.modules.get("fusewright.capture.repeated")) is not None:
         repeated.write_out(graph)
 
 
@@ -163,13 +163,13 @@ def normalized_by_statistics(graph: Graph) -> None:
         moved = [node, *_moved_on(node)]
         if not isinstance(classes, int) or classes < MANY_CLASSES or not all(_of_loss(u, n) for n in moved for u in n.users):
             continue
-        wide = torch.promote_types(result.dtype, torch.float32)
+        wide, call = torch.promote_types(result.dtype, torch.float32), partial(called, graph, node)
         with graph.inserting_before(node):
-            made = _cast(graph, x, wide)
-            shifted = _called(graph, aten.sub.Tensor, made, _called(graph, aten.amax.default, made, [dim], True))
-            total = _called(graph, aten.sum.dim_IntList, _called(graph, aten.exp.default, shifted), [dim], True)
-            found = _called(graph, aten.sub.Tensor, shifted, _called(graph, aten.log.default, total))
-            rounded = _cast(graph, found, result.dtype)
+            made: Any = x if value_of(x).dtype == wide else call(aten._to_copy.default, x, dtype=wide)
+            shifted: Any = call(aten.sub.Tensor, made, call(aten.amax.default, made, [dim], True))
+            total = call(aten.sum.dim_IntList, call(aten.exp.default, shifted), [dim], True)
+            found: Any = call(aten.sub.Tensor, shifted, call(aten.log.default, total))
+            rounded = found if wide == result.dtype else call(aten._to_copy.default, found, dtype=result.dtype)
         for n in (shifted.args[1], found.args[1]):
             n.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         for n in {made, shifted, found, rounded, *moved[1:]} - {x}:
@@ -192,17 +192,6 @@ def _of_loss(user: Node, x: Node) -> bool:
         user.target in (*_OF_A_LOSS, *_ALIASES, aten._to_copy.default)
         or (user.target is aten._log_softmax_backward_data.default and user.args[1] is x)
     )  # fmt: skip
-
-
-def _cast(graph: Graph, x: Any, dtype: torch.dtype) -> Any:
-    return x if value_of(x).dtype == dtype else _called(graph, aten._to_copy.default, x, dtype=dtype)
-
-
-def _called(graph: Graph, target: Any, *args: Any, **kwargs: Any) -> Any:
-    made = graph.call_function(target, args, kwargs)
-    given = [value_of(a) if isinstance(a, Node) else a for a in args]
-    made.meta["val"] = target(*given, **kwargs)
-    return made
 
 
 def cropped_from_padded(graph: Graph) -> None:
@@ -241,9 +230,7 @@ def _cropped(graph: Graph, pad: Node, shape: Sequence[int], amounts: Sequence[in
         if before or after:
             where = (dim, before, before + shape[dim])
             with graph.inserting_after(view):
-                made = graph.call_function(aten.slice.Tensor, (view, *where))
-            made.meta["val"] = aten.slice.Tensor(view.meta["val"], *where)
-            view = made
+                view = called(graph, view, aten.slice.Tensor, view, *where)
     return view
 
 

@@ -16,6 +16,7 @@ import torch
 from torch.fx import Graph, Node
 
 from fusewright.graph.effects import drop_dead_code
+from fusewright.graph.retrace import called
 from fusewright.graph.spec import value_of
 
 aten = torch.ops.aten
@@ -82,7 +83,7 @@ def _joined(graph: Graph, node: Node, terms: list[Node]) -> Node | None:
     with graph.inserting_before(node):
         new = _side_by_side(graph, found, dim % like.dim(), like)
         if others:
-            new = _made(graph, node, aten.add.Tensor, new, others[0])
+            new = called(graph, node, aten.add.Tensor, new, others[0])
     return new
 
 
@@ -116,26 +117,16 @@ def _side_by_side(graph: Graph, pieces: list[Piece], dim: int, like: torch.Tenso
     """The pieces in a row, with zeros between them where none is."""
     node, size = pieces[0].node, like.shape[dim]
     if [(p.start, p.node.target) for p in pieces] == [(k, _SELECT) for k in range(size)]:
-        return _made(graph, node, aten.stack.default, [p.node.args[0] for p in pieces], dim)
+        return called(graph, node, aten.stack.default, [p.node.args[0] for p in pieces], dim)
     parts, at = [], 0
     for p in (*pieces, None):
         start = size if p is None else p.start
         if start > at:
             shape = [start - at if d == dim else n for d, n in enumerate(like.shape)]
             options = {"dtype": like.dtype, "layout": like.layout, "device": like.device, "pin_memory": False}
-            parts.append(_made(graph, node, aten.full.default, shape, 0, **options))
+            parts.append(called(graph, node, aten.full.default, shape, 0, **options))
         if p is not None:
             grad: Any = p.node.args[0]
-            parts.append(_made(graph, p.node, aten.unsqueeze.default, grad, dim) if p.node.target is _SELECT else grad)
+            parts.append(called(graph, p.node, aten.unsqueeze.default, grad, dim) if p.node.target is _SELECT else grad)
             at = p.end
-    return _made(graph, node, aten.cat.default, parts, dim)
-
-
-def _made(graph: Graph, place: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
-    """A new node, which comes from where `place` does."""
-    new = graph.call_function(target, args, kwargs)
-    new.meta.update({k: v for k, v in place.meta.items() if k != "val"})
-    given, named = torch.fx.node.map_arg((args, kwargs), value_of)
-    with value_of(place).fake_mode:
-        new.meta["val"] = target(*given, **named)
-    return new
+    return called(graph, node, aten.cat.default, parts, dim)

@@ -16,7 +16,7 @@ from fusewright.graph.effects import names_sizes
 from fusewright.graph.spec import contiguous_strides, size, tensor_spec, value_of
 from fusewright.ops import strides
 
-__all__ = ["alike", "downstream", "fake_like", "infer", "mend", "mend_item", "same_kind", "value_of", "viewable"]
+__all__ = ["alike", "called", "downstream", "fake_like", "infer", "mend", "mend_item", "same_kind", "value_of", "viewable"]
 
 
 _VIEW = torch.ops.aten.view.default
@@ -34,6 +34,16 @@ def fake_like(
         return torch.empty_strided(
             val.shape, stride or val.stride(), dtype=dtype or val.dtype, device=device or val.device
         )
+
+
+def called(graph: Graph, place: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
+    """Add a call, with its traced value, on behalf of the node `place`."""
+    made = graph.call_function(target, args, kwargs)
+    made.meta.update({k: v for k, v in place.meta.items() if k not in ("val", "tensor_meta")})
+    given, named = torch.fx.node.map_arg((args, kwargs), value_of)
+    with compat.fake_mode_of(value_of(place)):
+        made.meta["val"] = target(*given, **named)
+    return made
 
 
 def contiguous_like(val: torch.Tensor, sizes: Sequence[Any]) -> torch.Tensor:

@@ -37,9 +37,8 @@ def _step(fn: Fn, inputs: Sequence[Tensor]) -> list[Tensor | None]:
     return [*(r.detach() for r in results), *(x.grad for x in leaves)]
 
 
-def _rolled(fn: Fn, inputs: Sequence[Tensor], log: RuleLog | None = None) -> tuple[RuleLog, list[str]]:
-    """Run a training step whose loops are rewritten and compare it with eager's; return the hits and the calls of both graphs."""
-    log, calls = log or RuleLog(), list[str]()
+def rolling(log: RuleLog, calls: list[str]) -> Callable[[GraphModule, Sequence[Any]], Any]:
+    """A backend that rewrites the loops of a training step and runs its graphs as they are; it notes the hits, and all calls."""
 
     def keep(aten: GraphModule, *_: Any) -> Any:
         calls.extend(str(n.target) for n in aten.graph.nodes if n.op == "call_function")
@@ -49,6 +48,13 @@ def _rolled(fn: Fn, inputs: Sequence[Tensor], log: RuleLog | None = None) -> tup
         new = rolled(gm, given, log) if may_loop(gm, given) else None
         return through_aot(new or gm, given, keep, "test")
 
+    return backend
+
+
+def _rolled(fn: Fn, inputs: Sequence[Tensor], log: RuleLog | None = None) -> tuple[RuleLog, list[str]]:
+    """Run a training step whose loops are rewritten and compare it with eager's; return the hits and the calls of both graphs."""
+    log, calls = log or RuleLog(), list[str]()
+    backend = rolling(log, calls)
     torch._dynamo.reset()
     got, expected = _step(torch.compile(fn, backend=backend, dynamic=False), inputs), _step(fn, inputs)
     for x, y in zip(got, expected, strict=True):

@@ -9,14 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.fx import GraphModule
 
 from fusewright.capture import repeated as calls
-from fusewright.capture.capture import through_aot
-from fusewright.capture.loops import may_loop
 from fusewright.interface import RuleLog
 from fusewright.rewrite.loops.repeated import ID
-from fusewright.rewrite.training import rolled
+from tests.unit.rewrite.test_training import rolling
 
 STEPS, BATCH, WIDTH = 16, 2, 4
 Fn = Callable[..., Any]
@@ -42,15 +39,7 @@ def _step(fn: Fn, inputs: Sequence[Tensor]) -> list[Any]:
 def _hits(fn: Fn, inputs: Sequence[Tensor]) -> int:
     """Compare a training step with eager's; return how many loops were traced as one call."""
     log, names = RuleLog(), list[str]()
-
-    def keep(aten: GraphModule, *_: Any) -> Any:
-        names.extend(str(n.target) for n in aten.graph.nodes if n.op == "call_function")
-        return lambda args: aten(*args)
-
-    def backend(gm: GraphModule, given: Sequence[Any]) -> Any:
-        new = rolled(gm, given, log) if may_loop(gm, given) else None
-        return through_aot(new or gm, given, keep, "test")
-
+    backend = rolling(log, names)
     torch._dynamo.reset()
     got, expected = _step(torch.compile(fn, backend=backend, dynamic=False), inputs), _step(fn, inputs)
     for x, y in zip(got, expected, strict=True):
