@@ -56,14 +56,15 @@ def same_bits(a: Sequence[Tensor | None], b: Sequence[Tensor | None]) -> bool:
     )
 
 
-@pytest.mark.parametrize("model", suite.SUITE)
+# What is captured of the others is compared in test_differential.py.
+@pytest.mark.parametrize("model", ["gpt2", "resnet50", "swin_tiny"])
 def test_null_is_aot_eager(model: str) -> None:
     ours = outputs(model, "fp32", "fusewright_null")
     torch.compiler.reset()
     assert same_bits(ours, outputs(model, "fp32", "aot_eager"))
 
 
-@pytest.mark.parametrize("model", suite.TRAINABLE)
+@pytest.mark.parametrize("model", ["bert_small", "resnet18"])
 def test_null_is_aot_eager_in_training(model: str) -> None:
     def step(backend: str) -> list[Tensor]:
         torch.compiler.reset()

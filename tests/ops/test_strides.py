@@ -58,7 +58,7 @@ def variants(args: list[Any]) -> Iterator[tuple[str, list[Any]]]:
     for name in dict.fromkeys(n for of in found.values() for n in of):
         yield f"all: {name}", [found.get(k, {}).get(name, a) for k, a in enumerate(args)]
     for (j, first), (k, second) in itertools.combinations(list(found.items())[:2], 2):
-        for m, n in itertools.product(list(first)[:6], list(second)[:6]):
+        for m, n in itertools.product(list(first)[:4], list(second)[:4]):
             if m != n:
                 yield f"{j}: {m}, {k}: {n}", [first[m] if i == j else second[n] if i == k else a for i, a in enumerate(args)]
 

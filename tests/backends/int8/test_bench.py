@@ -122,17 +122,25 @@ def test_the_quantize_command_tells_each_layer(tmp_path: pytest.TempPathFactory)
     assert fresh.returncode == 0, f"a process that has not quantized cannot load it: {fresh.stderr}"
 
 
-@pytest.mark.parametrize("recipe", ["static", "dynamic", "weight_only"])
-def test_a_saved_model_loads_where_nothing_was_quantized(recipe: str, tmp_path: Path) -> None:
-    x = torch.randn(3, 8)
-    quantized = fusewright.quantize(torch.nn.Sequential(torch.nn.Linear(8, 4)).eval(), [x], recipe)
-    torch.export.save(torch.export.export(quantized, (x,)), tmp_path / "m.pt2")
-    torch.save((x, quantized(x)), tmp_path / "answer")
-    program = (
-        "import torch; from fusewright.quantization import load; x, y = torch.load('answer'); m = load('m.pt2'); "
-        "assert torch.equal(m(x), y); torch.testing.assert_close(torch.compile(m, backend='x86_int8')(x), y)"
-    )
-    fresh = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
+LOADING = """
+import sys, torch
+from fusewright.quantization import load
+for recipe in sys.argv[1:]:
+    x, y = torch.load(recipe)
+    m = load(recipe + ".pt2")
+    assert torch.equal(m(x), y), recipe
+    torch.testing.assert_close(torch.compile(m, backend="x86_int8")(x), y)
+"""
+
+
+def test_a_saved_model_loads_where_nothing_was_quantized(tmp_path: Path) -> None:
+    x, recipes = torch.randn(3, 8), ("static", "dynamic", "weight_only")
+    for recipe in recipes:
+        quantized = fusewright.quantize(torch.nn.Sequential(torch.nn.Linear(8, 4)).eval(), [x], recipe)
+        torch.export.save(torch.export.export(quantized, (x,)), tmp_path / f"{recipe}.pt2")
+        torch.save((x, quantized(x)), tmp_path / recipe)
+    command = [sys.executable, "-c", LOADING, *recipes]
+    fresh = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert fresh.returncode == 0, fresh.stderr
 
 

@@ -15,7 +15,7 @@ import torch
 from torch.testing._internal.common_methods_invocations import op_db
 
 from ci.operators import opinfo
-from tests.ops.test_opinfo import SAMPLE
+from tests.ops.test_opinfo import ONE_EACH, SAMPLE
 
 
 @pytest.mark.slow
@@ -25,7 +25,7 @@ from tests.ops.test_opinfo import SAMPLE
 def test_sample(tmp_path: Path, dtype: str, entries: list[str]) -> None:
     names = "^(" + "|".join(map(re.escape, entries)) + ")$"
     out = tmp_path / "out.json"
-    of_one_dtype = ["--ops", names, "--samples", "1", "--dtypes", dtype, "--json", str(out)]
+    of_one_dtype = [*ONE_EACH, "--ops", names, "--dtypes", dtype, "--json", str(out)]
     assert opinfo.main(["--backend", "apple_mps", "--simulate", *of_one_dtype]) == 0
     found: list[dict[str, Any]] = json.loads(out.read_text())["results"]
     known = {op.full_name for op in op_db if getattr(torch, dtype) in op.supported_dtypes("cpu")}

@@ -91,8 +91,8 @@ def process(**env: str) -> str:
 @pytest.mark.slow
 def test_code_for_another_cpu_is_not_run() -> None:
     """Regression: `FUSEWRIGHT_CPU_ISA=avx2` ran code compiled for AVX-512."""
-    told = [process(), process(), process(FUSEWRIGHT_CPU_ISA="avx2"), process(FUSEWRIGHT_CPU_ISA="avx2")]
-    assert told == ["compiled", "found", "compiled", "found"]
+    told = [process(), process(FUSEWRIGHT_CPU_ISA="avx2"), process(FUSEWRIGHT_CPU_ISA="avx2")]
+    assert told == ["compiled", "compiled", "found"]
 
 
 def test_the_cpu_and_llvm_are_in_the_fingerprint_of_every_backend_with_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
