@@ -127,6 +127,22 @@ def test_gradients_are_eagers(backend: str) -> None:
         assert _error(got, true) <= 2 * _error(want, true) + 1e-6 * true.abs().max().item()
 
 
+@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize("of", ["product", "parts"])
+def test_gradients_of_conjugates_are_in_memory_or_not(of: str, lazy: bool) -> None:
+    """They were traced as conjugated, as the results are."""
+
+    def fn(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x * 2 if of == "product" else torch.view_as_complex(torch.view_as_real(x) * 2)
+        return y.conj(), (x * 3).conj().imag
+
+    x, grads = _c(3, 4).requires_grad_(), (_c(4, 3).t(), torch.randn(3, 4))
+    given = (grads[0].conj(), grads[1]) if lazy else grads
+    (made,) = torch.autograd.grad(torch.compile(fn, backend="x86_onednn", options=_options("x86_onednn"))(x), x, given)
+    (want,) = torch.autograd.grad(fn(x), x, given)
+    torch.testing.assert_close(made, want)
+
+
 @pytest.mark.parametrize("off", [False, True])
 def test_a_rotary_embedding_of_complex_numbers_is_one_kernel(off: bool) -> None:
     options = {**_options("x86_onednn"), "disable_rules": ("complex.pairs",) if off else ()}
