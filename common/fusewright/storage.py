@@ -9,7 +9,7 @@ autograd passes to a backward graph at every call, and on everything that a kern
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -81,16 +81,31 @@ def materialized(t: torch.Tensor) -> torch.Tensor:
     return t.detach().clone() if lazy(t) else t
 
 
-def materializing(run: Callable[[list[Any]], Any], places: Iterable[int]) -> Callable[[list[Any]], Any]:
-    """Wrap `run` so that lazy tensors among the arguments at `places`, which no guard checks, are materialized first."""
-    watched = tuple(places)
+def as_traced(t: torch.Tensor, state: str) -> torch.Tensor:
+    """Return `t`, or a copy of the lazy state that was traced: what a view of a conjugated tensor conjugates again, torch takes for
+    one in memory."""
+    if lazy(t) == state:
+        return t
+    t = materialized(t)
+    match state:
+        case "conj":
+            return t.detach().conj_physical().conj()
+        case "neg":
+            return torch.ops.aten._neg_view.default(t.detach().neg())
+    return t
+
+
+def materializing(run: Callable[[list[Any]], Any], places: Mapping[int, str]) -> Callable[[list[Any]], Any]:
+    """Wrap `run` so that lazy tensors among the arguments at `places`, which no guard checks, are materialized first, but for those
+    traced with that lazy state."""
+    watched = tuple(places.items())
     if not watched:
         return run
 
     def call(args: list[Any]) -> Any:
-        for k in watched:
-            if lazy(args[k]):
-                args[k] = materialized(args[k])
+        for k, state in watched:
+            if lazy(args[k]) != state:
+                args[k] = as_traced(args[k], state)
         return run(args)
 
     return call

@@ -169,6 +169,18 @@ _VALUES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], str]] = {
     ),
 }
 
+_TARGETS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], str]] = {
+    f"bce_target_{v}": (
+        lambda y: F.binary_cross_entropy(torch.full_like(y, 0.5), y * 1) + 1, (torch.tensor([0.5, v]),),
+        _PROBABILITY.replace("input", "target"),
+    )
+    for v in (1.5, float("nan"))
+}
+try:  # older releases compute the loss
+    F.binary_cross_entropy(torch.zeros(1), torch.full((1,), 2.0))
+except RuntimeError:
+    _VALUES |= _TARGETS
+
 CALLS: dict[str, BadCall] = {
     f"{kind}.{name}": BadCall(*call)
     for kind, calls in (("index", _INDICES), ("number", _NUMBERS), ("dim", _DIMS), ("index type", _INDEX_TYPES),

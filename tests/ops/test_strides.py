@@ -27,7 +27,10 @@ PLAIN_INDICES = {"adaptive_max_pool3d_backward"}
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.hardware("nvidia_triton"))]
 MORE: dict[str, list[tuple[Any, ...]]] = {
-    "roll": [(torch.randn(2, 4, 6, 5), [1], [1]), (torch.randn(2, 4, 6, 5), [1, 2], [0, 2]), (torch.randn(4, 6), [2], [])],
+    "roll": [
+        (torch.randn(2, 4, 6, 5), [1], [1]), (torch.randn(2, 4, 6, 5), [1, 2], [0, 2]), (torch.randn(4, 6), [2], []),
+        (torch.randn(2, 4, 6, 5), [2], []),
+    ],
     "scalar_pow": [(0.5, torch.rand(3, 4)), (1, torch.rand(3, 4)), (2, torch.rand(3, 4))],
 }
 

@@ -16,6 +16,7 @@ from fusewright import storage
 from fusewright.capture import direct
 from fusewright.capture.joint import before_cut, write_out_steps
 from fusewright.graph.effects import writes, written
+from fusewright.graph.spec import value_of
 from fusewright.interface import Phase
 
 if TYPE_CHECKING:
@@ -132,13 +133,14 @@ def _bases(run: Callable[[list[Any]], Any], places: Sequence[int]) -> Callable[[
     return call
 
 
-def _unguarded(aten: GraphModule, phase: Phase, wrapped: bool) -> list[int]:
-    """Positions of the inputs that no guard checks for laziness: those that autograd passes to a backward graph, and those
-    inside subclasses. Inputs that the graph writes are left out, since they must not be replaced."""
+def _unguarded(aten: GraphModule, phase: Phase, wrapped: bool) -> dict[int, str]:
+    """Positions of the inputs that no guard checks for laziness, and the lazy state in which each was traced: those that autograd
+    passes to a backward graph, and those inside subclasses. Inputs that the graph writes are left out, since they must not be
+    replaced."""
     changed = {w for n in aten.graph.nodes if writes(n) for w in written(n)}
     places = [(k, n) for k, n in enumerate(aten.graph.find_nodes(op="placeholder")) if n not in changed]
-    found = [k for k, n in places if wrapped or (phase == "backward" and compat.is_tangent(n))]
-    return found
+    unguarded = (k_n for k_n in places if wrapped or (phase == "backward" and compat.is_tangent(k_n[1])))
+    return {k: storage.lazy(value_of(n)) for k, n in unguarded}
 
 
 def constant_placeholders(aten: GraphModule) -> frozenset[Node]:

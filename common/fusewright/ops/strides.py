@@ -198,7 +198,7 @@ RULES: dict[str, Rule] = {
     "nll_loss2d": _contiguous("target"),
     "log_sigmoid_backward": _cloned("grad_output"),
     "smooth_l1_loss_backward": _contiguous("self"),
-    "roll": _on_cpu(_suggested("self"), "self"),
+    "roll": _on_cpu(lambda a: (_suggested if a["dims"] else _contiguous)("self")(a), "self"),  # or as one row
     "channel_shuffle": _on_cpu(_suggested("self"), "self"),
     "bce_backward": _cloned("self"),
     "batch_norm": _on_cpu(_suggested("input"), "input"),

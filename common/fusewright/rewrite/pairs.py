@@ -18,6 +18,7 @@ from fusewright.interface import RuleLog
 from fusewright.rewrite.engine import READER, Rewriter
 from fusewright.storage import lazy
 
+CONJ = "aten._conj.default"
 ID = "complex.pairs"
 """The rule's id in reports, and for `disable_rules`."""
 
@@ -72,8 +73,8 @@ class _Pairs:
         if not isinstance(found, tuple):
             return self._in_order(found, node) if found is not None else None
         self.parts[node] = found
-        if lazy(value_of(node)):
-            return None  # other readers see the conjugated view, which costs nothing
+        if READER.name(node) == CONJ or lazy(value_of(node)):
+            return None  # other readers see the view, which costs nothing, and its memory is that of the operand
         pair = self._in_order(self.call("stack", (list(found), -1)), node)
         made = None if pair is None else self.call("view_as_complex", (pair,))
         if made is None or not _alike(value_of(made), value_of(node)):
@@ -145,9 +146,11 @@ def _mul(c: _Pairs, node: Node) -> Parts:
 
 
 def _sum(sign: int) -> Callable[[_Pairs, Node], Parts | None]:
+    """Eager multiplies the second operand by `sign`, a complex number: what is infinite or NaN in one part is NaN in the other."""
+
     def rule(c: _Pairs, node: Node) -> Parts | None:
-        pairs = [c.of(arg, node) for arg in node.args]
-        real, imag = (c.add(x, y, sign) for x, y in zip(*pairs, strict=True))
+        (a, b), (x, y) = (c.of(arg, node) for arg in node.args)
+        real, imag = c.add(a, c.add(x, c.mul(y, 0.0), -1), sign), c.add(b, c.add(y, c.mul(x, 0.0)), sign)
         shape = value_of(node).shape
         alike = all(isinstance(p, Node) and _sizes(value_of(p).shape, shape) for p in (real, imag))
         return (real, imag) if alike else None  # what only one part broadcasts to cannot be stacked
@@ -187,7 +190,9 @@ def _polar(c: _Pairs, node: Node) -> Parts:
 def _exp(c: _Pairs, node: Node) -> Parts:
     real, imag = c.of(node.args[0], node)
     size = c.call("exp", (real,))
-    return c.call("mul", (size, c.call("cos", (imag,)))), c.call("mul", (size, c.call("sin", (imag,))))
+    turned = c.call("mul", (size, c.call("sin", (imag,))))
+    no_turn = c.call("eq_scalar", (imag, 0))  # infinite sizes too
+    return c.call("mul", (size, c.call("cos", (imag,)))), c.call("where", (no_turn, imag, turned))
 
 
 def _abs(c: _Pairs, node: Node) -> Node:
@@ -220,7 +225,7 @@ def _as_real(c: _Pairs, node: Node) -> Node | None:
 
 
 RULES: dict[str, Callable[[_Pairs, Node], Parts | Node | None]] = {
-    "mul": _mul, "add": _sum(1), "sub": _sum(-1), "neg": _neg, "aten._conj.default": _conj, "clone": _same,
+    "mul": _mul, "add": _sum(1), "sub": _sum(-1), "neg": _neg, CONJ: _conj, "clone": _same,
     "aten.complex.default": _complex, "aten.polar.default": _polar, "exp": _exp, "sgn": _sgn, "cast": _cast,
     "abs": _abs, "aten.angle.default": _angle, "view_as_real": _as_real,
 }  # fmt: skip

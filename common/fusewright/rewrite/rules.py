@@ -157,8 +157,8 @@ def _needless_copy(r: Rewriter, node: Node, env: Env) -> Node | None:
 
 def _times_one(r: Rewriter, node: Node, env: Env) -> Node | None:
     one = env["one"]
-    if isinstance(one, Node) or isinstance(one, bool) or one != 1:
-        return None
+    if isinstance(one, Node) or isinstance(one, bool) or one != 1 or value_of(node).is_complex():
+        return None  # a complex 1 makes NaN of infinities
     return _needless_copy(r, node, env)
 
 

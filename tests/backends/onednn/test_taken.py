@@ -73,3 +73,42 @@ def test_kernels_compute_what_eager_did(name: str, train: bool) -> None:
         assert (made.dtype, made.shape, made.stride()) == (want.dtype, want.shape, want.stride())
         wrong, eagers = ((t.double() - true).abs().max().item() for t in (made, want))
         assert wrong <= 2 * eagers + 1e-6 * true.abs().max().item()
+
+
+def _compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
+    if not registry.info("x86_onednn").available:
+        pytest.skip(f"x86_onednn: {registry.info('x86_onednn').device}")
+    return torch.compile(fn, backend="x86_onednn", options={"cache": False, "never_slower": False})
+
+
+@pytest.mark.parametrize("padding", ["zeros", "border"])
+@pytest.mark.parametrize("image", [IMAGE, VOLUME], ids=["image", "volume"])
+def test_places_that_are_no_numbers(image: Tensor, padding: str) -> None:
+    """At the border NaN is the first element; weights of zeros are NaN only where eager computes vectors."""
+    dims = image.dim() - 2
+    places = torch.rand(2, *(4,) * dims, dims) * 2.4 - 1.2
+    places[0, 0, ..., 0], places[0, 1, ..., -1], places[0, 2, ..., 0] = torch.nan, torch.inf, -torch.inf
+
+    def fn(x: Tensor, places: Tensor) -> list[Tensor]:
+        return [F.grid_sample(x * 1, places, mode, padding, False) for mode in ("bilinear", "nearest")]
+
+    for made, want in zip(_compiled(fn)(image, places), fn(image, places), strict=True):
+        torch.testing.assert_close(made, want, equal_nan=True)
+
+
+def test_nearest_places_of_volumes_in_a_half_type_are_rounded_as_eager_does() -> None:
+    def fn(x: Tensor, places: Tensor) -> Tensor:
+        return F.grid_sample(x * 1, places, "nearest", "border", False)
+
+    args = torch.randn(2, 3, 9, 9, 9).bfloat16(), (torch.rand(2, 8, 8, 8, 3) * 2 - 1).bfloat16()
+    assert torch.equal(_compiled(fn)(*args), fn(*args))
+
+
+@pytest.mark.parametrize("eps", [None, 0.0])
+def test_the_gradient_of_a_logit_is_plus_infinity_at_both_zeros(eps: float | None) -> None:
+    def fn(x: Tensor) -> Tensor:
+        return torch.logit(x, eps)
+
+    x = torch.tensor([0.0, -0.0, 1.0, 0.5], requires_grad=True)
+    (grad,) = torch.autograd.grad(_compiled(fn)(x).sum(), x)
+    assert grad.tolist() == [torch.inf, torch.inf, torch.inf, 4.0]

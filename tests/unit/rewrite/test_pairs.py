@@ -30,6 +30,7 @@ def _c(*shape: int, dtype: torch.dtype = C64) -> Tensor:
 
 FREQS = torch.polar(torch.ones(5, 4), torch.linspace(0, 3, 20).view(5, 4))
 ODD = torch.complex(torch.tensor([math.inf, math.nan, 0.0, -0.0]), torch.tensor([1.0, 0.0, -0.0, math.inf]))
+FINITE = torch.complex(torch.arange(4.0), torch.tensor([0.0, -0.0, 1.0, -2.0]))
 
 CALLS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
     "rotary": (rotary, (torch.randn(2, 5, 3, 8), FREQS)),
@@ -46,6 +47,8 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
     "sizes": (lambda x: (x.abs(), x.angle(), torch.sgn(x), -x, torch.exp(x)), (_c(3, 4),)),
     "polar": (lambda x, y: torch.polar(x, y) + 1, (torch.rand(6), torch.randn(6))),
     "odd": (lambda x: (x * x, x * 2, torch.sgn(x), x.abs()), (ODD,)),
+    "odd_sums": (lambda x, y: (x + x, x - y, y - x, x + x.real, x + 1, 2j - x, x * 1 + y), (ODD, FINITE)),
+    "odd_powers": (lambda x, y: torch.complex(x.real, y.imag * 0).exp(), (ODD, FINITE)),
     "filtered": (lambda x, w: torch.fft.irfft2(torch.fft.rfft2(x.relu()) * w).tanh(), (torch.randn(2, 8, 8), _c(8, 5))),
     "windows": (lambda x: torch.view_as_real(x.unfold(-1, 2, 1) * 2), (_c(5, 6),)),
     "twice": (lambda x: (y := x * x, y[0].abs(), torch.view_as_real(y)), (_c(3, 4),)),
@@ -69,6 +72,10 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(C128 if x.is_complex() else torch.float64)
 
 
+def _parts(x: Tensor) -> Tensor:
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+
+
 def _error(got: Tensor, exact: Tensor) -> float:
     return (got.to(exact.dtype) - exact).abs().max().item()
 
@@ -85,8 +92,22 @@ def test_results_are_eagers(backend: str, name: str, dynamic: bool) -> None:
         assert (got.dtype, got.shape, got.stride(), got.is_conj()) == (want.dtype, want.shape, want.stride(), want.is_conj())
         if name == "odd":
             torch.testing.assert_close(got, want, equal_nan=True)
+        elif name.startswith("odd"):
+            torch.testing.assert_close(*map(_parts, (got, want)), equal_nan=True)
         else:
             assert _error(got, true) <= 2 * _error(want, true) + 1e-6 * true.abs().max().item()
+
+
+def test_what_was_conjugated_twice_is_a_view() -> None:
+    def fn(x: Tensor) -> tuple[Tensor, ...]:
+        y = x * x
+        return y, y.conj(), y.conj().imag, y.conj().conj() * 2
+
+    with torch.no_grad():
+        y, conjugate, imag, _ = torch.compile(fn, backend="x86_onednn", options=_options("x86_onednn"))(_c(3, 4))
+    assert y.data_ptr() == conjugate.data_ptr() == imag.data_ptr() - 4
+    y.zero_()
+    assert not imag.any()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -104,6 +125,22 @@ def test_gradients_are_eagers(backend: str) -> None:
     made = step(torch.compile(fn, backend=backend, options=_options(backend)), *args)
     for got, want, true in zip(made, step(fn, *args), step(fn, *map(_wide, args)), strict=True):
         assert _error(got, true) <= 2 * _error(want, true) + 1e-6 * true.abs().max().item()
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize("of", ["product", "parts"])
+def test_gradients_of_conjugates_are_in_memory_or_not(of: str, lazy: bool) -> None:
+    """They were traced as conjugated, as the results are."""
+
+    def fn(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x * 2 if of == "product" else torch.view_as_complex(torch.view_as_real(x) * 2)
+        return y.conj(), (x * 3).conj().imag
+
+    x, grads = _c(3, 4).requires_grad_(), (_c(4, 3).t(), torch.randn(3, 4))
+    given = (grads[0].conj(), grads[1]) if lazy else grads
+    (made,) = torch.autograd.grad(torch.compile(fn, backend="x86_onednn", options=_options("x86_onednn"))(x), x, given)
+    (want,) = torch.autograd.grad(fn(x), x, given)
+    torch.testing.assert_close(made, want)
 
 
 @pytest.mark.parametrize("off", [False, True])

@@ -52,7 +52,7 @@ def logit_backward(grad: Any, x: Any, eps: float | None = None) -> Any:
     g, z = widened(grad), widened(x)
     kept = eps is not None and eps >= 0
     low, high = (eps, 1 - eps) if kept else (0.0, 1.0)  # type: ignore[operator]
-    slope = g / (z * (1 - z))
+    slope = g / (z * (1 - z)).abs()  # of -0, too, the positive infinity
     return torch.where((z < low) | (z > high), 0.0 if kept else float("nan"), slope).to(torch.result_type(grad, x))
 
 

@@ -21,6 +21,7 @@ _WORDS = {
 }
 LABEL = "IndexError: Target {index} is out of bounds."
 PROBABILITY = "RuntimeError: all elements of input should be between 0 and 1"
+TARGET = "RuntimeError: all elements of target should be between 0 and 1"
 TOO_FEW = "RuntimeError: Number of elements of source < number of ones in mask"
 
 

@@ -101,12 +101,13 @@ def _floating(op: OpView) -> str | None:
 
 ZEROS, REFLECTION = 0, 2
 """Of `padding_mode`; 1 repeats the border."""
-CUBIC = 2
-"""Of `interpolation_mode`."""
+NEAREST, CUBIC = 1, 2
+"""Of `interpolation_mode`; 0 is linear."""
 
 
 def _grid_sampler(e: Evaluator, op: OpView, k: int, at: At) -> Val:
-    """The weighted mean of the neighbours of a place, or the nearest. ATen's `grid_sampler_compute_source_index`."""
+    """The weighted mean of the neighbours of a place, or the nearest. ATen's `grid_sampler_compute_source_index`. At a place
+    that is NaN or infinite all neighbours are outside; weights of NaN times their zeros make a NaN of images on the host."""
     x, t = op.arg("input"), compute_dtype(op.out.spec.dtype)  # type: ignore[union-attr]
     image, grid = shape_of(x.spec), shape_of(op.arg("grid").spec)
     sizes = [int(n) for n in image[2:]]  # type: ignore[arg-type]
@@ -114,18 +115,25 @@ def _grid_sampler(e: Evaluator, op: OpView, k: int, at: At) -> Val:
     for d, n in enumerate(sizes):  # the grid has the last dimension first
         number = Index(len(sizes) - 1 - d, sizes=at.dims[0].sizes)
         given = e(op.arg("grid"), At(grid, (at.dims[0], *at.dims[2:], number)), t)
-        steps.append(_neighbours(e, _padded(e, op, given, n), n, nearest=op.arg("interpolation_mode") == 1))
-    total: Val | None = None
+        steps.append(_neighbours(e, _padded(e, op, given, n), n, nearest=op.arg("interpolation_mode") == NEAREST))
+    total, weighs_zeros = None, _on_host(op, 4)
     for taps in itertools.product(*steps):
         inside = reduce(lambda a, b: e.b.op("and", a, b), (there for _, there, _ in taps))
         with e.masked(inside):
             v = e(x, At(image, (*at.dims[:2], *(e.b.indirect(place) for place, _, _ in taps))), t)
+        v = e.b.where(inside, v, e.const(0, t)) if weighs_zeros else v
         for _, _, share in taps:
             v = v if share is None else v * share
-        v = e.b.where(inside, v, e.const(0, t))
+        v = v if weighs_zeros else e.b.where(inside, v, e.const(0, t))
         total = v if total is None else total + v
     assert total is not None
     return total
+
+
+def _on_host(op: OpView, rank: int) -> bool:
+    """Whether eager's code is that for images (rank 4) or volumes (5) on the host, which treat NaN each in a way of its own."""
+    x = op.arg("input").spec
+    return bool(x.device == HOST and x.rank == rank)
 
 
 def _padded(e: Evaluator, op: OpView, given: Val, n: int) -> Val:
@@ -134,7 +142,8 @@ def _padded(e: Evaluator, op: OpView, given: Val, n: int) -> Val:
     place = (given + 1) * ((n - 1) / 2) if corners else ((given + 1) * n - 1) * 0.5
     if op.arg("padding_mode") == ZEROS:
         return place
-    return e.b.op("minimum", e.b.op("maximum", place, e.const(0.0, t)), e.const(n - 1, t))
+    of_nan = ("maximum", "fmin") if _on_host(op, 5) else ("fmax", "minimum")  # the last element, or the first
+    return e.b.op(of_nan[1], e.b.op(of_nan[0], place, e.const(0.0, t)), e.const(n - 1, t))
 
 
 def _neighbours(e: Evaluator, place: Val, n: int, nearest: bool) -> list[tuple[Val, Val, Val | None]]:
@@ -159,6 +168,8 @@ def _sampled(op: OpView) -> str | None:
         return "a symbolic size, or nothing"
     if op.arg("interpolation_mode") == CUBIC or op.arg("padding_mode") == REFLECTION or layout_of(x) != "contiguous":
         return "cubic weights, reflections, or channels that lie together"
+    if op.arg("interpolation_mode") == NEAREST and _on_host(op, 5) and x.dtype.itemsize == 2:
+        return "places of volumes in a half type, which rounding moves"
     return None if x.dtype == grid.dtype and x.dtype.is_floating_point else "a grid of another type"
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
+from fusewright import _torch_compat as compat
 from fusewright.interface import OpView
 from fusewright.ops.semantics.coupled import MOST_RESULTS, given, ran, results
 from fusewright.ops.semantics.steps import evaluated, names, parsed
@@ -527,10 +530,22 @@ def _unweighted(op: OpView) -> str | None:
     return _same_shapes(op)
 
 
+@cache
+def _targets_are_checked() -> bool:
+    """Whether this torch refuses targets of `binary_cross_entropy` that are no probabilities."""
+    try:
+        with torch.no_grad(), compat.real_tensors():
+            F.binary_cross_entropy(torch.zeros(1), torch.full((1,), 2.0))
+    except RuntimeError:
+        return True
+    return False
+
+
 def _bce_of_probability(e: Evaluator, op: OpView, x: Val, y: Val) -> Val:
-    """Eager checks that `x` is a probability."""
-    inside = e.b.op("and", x >= 0, x <= 1)  # which a NaN is not
-    e.b.bound(e.b.where(inside, e.b.const(0, "i64"), 1), 1, mask=e.mask, says=messages.PROBABILITY)
+    """Eager checks that `x` is a probability, and newer releases that `y` is."""
+    for v, says in ((x, messages.PROBABILITY), (y, messages.TARGET))[: 1 + _targets_are_checked()]:
+        inside = e.b.op("and", v >= 0, v <= 1)  # which a NaN is not
+        e.b.bound(e.b.where(inside, e.b.const(0, "i64"), 1), 1, mask=e.mask, says=says)
     least = e.b.const(-100, x.dtype)
     ahead, behind = (e.b.op("maximum", v, least) for v in (e.b.op("log", x), e.b.op("log1p", -x)))
     return (y - 1) * behind - y * ahead
