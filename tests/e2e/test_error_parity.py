@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fusewright import registry
+from fusewright.graph import canonicalize
 from fusewright.report import recording
 from tests.ops.bad_calls import CALLS, LOST, BadCall
 
@@ -129,3 +130,20 @@ def test_a_call_without_a_gradient_raises_where_eager_does(fn: Any) -> None:
         out.sum().backward()
     with pytest.raises(Exception, match="derivative for aten::"):
         torch.compile(fn, backend="x86_onednn", options={"cache": False, "fallback": "error"})(x)
+
+
+@pytest.mark.parametrize("backend", ["x86_onednn", "nvidia_triton"])
+def test_a_limit_beyond_the_range_of_integers(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is no limit where torch takes it, as from 2.15 on; kernels do not wrap it."""
+    if "triton" in backend:
+        pytest.importorskip("triton", reason="triton is not installed; pip install './backends/triton[simulate]'")
+    elif not registry.info(backend).available:
+        pytest.skip(f"{backend}: {registry.info(backend).device}")
+    monkeypatch.setattr(canonicalize, "refusal", lambda *_: None)
+
+    def fn(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return x.clamp_min(-1000) + 1, x.clamp_max(1000) - 1, y.clamp(-1, 300) + 1, x.clamp(-200, 3) + 1
+
+    x, y = torch.tensor([-128, -5, 0, 127], dtype=torch.int8), torch.tensor([0, 1, 200, 255], dtype=torch.uint8)
+    for got, want in zip(compiled(fn, backend)(x, y), (x + 1, x - 1, y + 1, x.clamp(-128, 3) + 1), strict=True):
+        assert torch.equal(got, want)

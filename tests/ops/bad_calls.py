@@ -106,6 +106,7 @@ def _of(dtype: torch.dtype, *shape: int) -> Tensor:
 
 
 _HALF = "value cannot be converted to type"
+_LIMIT = _HALF if TORCH in ("2.10", "2.11", "2.12", "2.13", "2.14") else "outside the representable range"
 
 _NUMBERS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], str]] = {
     "masked_fill_half": (lambda x, m: x.masked_fill(m, -1e9) + 1, (_of(HALF), MASK), _HALF),
@@ -119,7 +120,7 @@ _NUMBERS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], str]] = {
     "fill": (lambda x: torch.fill(x, -129) + x, (_of(INT8),), _HALF),
     "pad": (lambda x: F.pad(x, (1, 1), value=1e9) + 1, (_of(HALF),), _HALF),
     "clamp": (lambda x: x.clamp(max=1e9) + 1, (_of(HALF),), _HALF),
-    "clamp_min": (lambda x: x.clamp_min(-1000) + 1, (_of(INT8),), _HALF),
+    "clamp_min": (lambda x: x.clamp_min(1000) + 1, (_of(INT8),), _LIMIT),
     "hardtanh": (lambda x: F.hardtanh(x, -1e9, 1e9) + 1, (_of(HALF),), _HALF),
     "threshold_value": (lambda x: F.threshold(x, 2, 1000) + 1, (_of(INT8),), _HALF),
     "add_alpha": (lambda x: torch.add(x, x, alpha=1000) + 1, (_of(INT8),), _HALF),
@@ -192,3 +193,5 @@ LOST = {"number.masked_fill_nan": "torch converts the number while it traces, an
 """Calls for which `aot_eager`'s message differs from eager's; ours equals `aot_eager`'s."""
 if TORCH in ("2.10", "2.11", "2.12"):
     LOST["dim.log_softmax"] = "Dynamo wraps what its own rule raises, before any backend is asked"
+if _LIMIT != _HALF:
+    LOST["number.clamp_min"] = "Dynamo wraps what torch's Python form raises, before any backend is asked"

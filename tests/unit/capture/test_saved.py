@@ -15,8 +15,10 @@ BACKENDS = ["fusewright_interp", "x86_onednn"]
 
 
 @pytest.fixture(autouse=True)
-def _allowed() -> Iterator[None]:
-    """Torch 2.10 and 2.11 have it behind a switch."""
+def _allowed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Torch 2.10 and 2.11 have it behind a switch. 2.10 guards on the grad mode of whatever Dynamo compiled before (a global that
+    later versions restore), and refuses its own result where that was another."""
+    monkeypatch.setattr(torch._dynamo.convert_frame, "initial_global_state", None)
     with torch._dynamo.config.patch({k: True for k in ("enable_aot_compile",) if hasattr(torch._dynamo.config, k)}):
         yield
 

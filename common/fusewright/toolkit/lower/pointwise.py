@@ -45,10 +45,12 @@ def formula(
     check: Check = always,
     divides: bool = False,
     rounds: bool = False,
+    saturates: bool = False,
 ) -> Map:
     """Make a rule from a formula over the arguments called `names`, computed in the dtype of the result, or of the arguments if
     the result is bool. `kinds`: see `_REFUSED`. `divides`: for integers, a second argument of zero is an error. `rounds`: eager
-    rounds numbers to a half type first, which changes more than the last digit of the result."""
+    rounds numbers to a half type first, which changes more than the last digit of the result. `saturates`: numbers beyond an integer
+    dtype are its limits, where others wrap."""
 
     def run(e: Evaluator, op: OpView, k: int, at: At) -> Val:
         dtype = op.outs[k].spec.dtype if compute == "out" else promoted(op, names)  # type: ignore[union-attr]
@@ -56,6 +58,8 @@ def formula(
         given = [op.arg(n) for n in names]
         if compute == "args" or rounds:
             given = [_rounded(a, dtype) for a in given]
+        if saturates:
+            given = [_saturated(a, dtype) for a in given]
         values = [None if a is None else e(a, at, t) for a in given]
         divisor = values[1] if divides and TYPES[t].kind == "int" and isinstance(given[1], Value) else None
         if divisor is not None:
@@ -79,6 +83,13 @@ def _rounded(arg: Any, dtype: torch.dtype) -> Any:
     if arg is None or isinstance(arg, Value) or not dtype.is_floating_point:
         return arg
     return torch.tensor(float(arg), dtype=torch.float64).to(dtype).item()
+
+
+def _saturated(arg: Any, dtype: torch.dtype) -> Any:
+    if not isinstance(arg, int) or dtype.is_floating_point:
+        return arg
+    info = torch.iinfo(dtype)
+    return min(max(arg, info.min), info.max)
 
 
 def kernel_op(name: str) -> Formula:
@@ -168,6 +179,14 @@ def _integer_power(op: OpView) -> str | None:
     out = op.out.spec
     negative = out is not None and not out.dtype.is_floating_point and n < 0
     return "eager raises for integers to a negative power" if negative else None
+
+
+def _known_limits(op: OpView) -> str | None:
+    """Since torch 2.15, eager drops a limit that all integers of the dtype fulfil, also one that only the call knows."""
+    limits = [a for a in (op.arg("min"), op.arg("max")) if isinstance(a, Value) and a.spec is None]
+    out = op.out.spec
+    narrow = out is not None and not out.dtype.is_floating_point and out.dtype.itemsize < 8
+    return "a limit that may not fit in the dtype" if limits and narrow else None
 
 
 def _clamp(b: Builder, op: OpView, x: Val, low: Val | None, high: Val | None) -> Val:
@@ -368,7 +387,7 @@ TABLE: Table = {
         "minimum": formula(_either("minimum", "and"), *_XY),
         "fmax": formula(_float_or_int("fmax", "maximum"), *_XY, kinds="number"),
         "fmin": formula(_float_or_int("fmin", "minimum"), *_XY, kinds="number"),
-        "clamp": formula(_clamp, "self", "min", "max", kinds="number"),
+        "clamp": formula(_clamp, "self", "min", "max", kinds="number", check=_known_limits, saturates=True),
         "clamp_tensor": formula(_clamp, "self", "min", "max", kinds="number"),
         "atan2": formula(kernel_op("atan2"), *_XY, kinds="float", cost=40),
         "hypot": formula(kernel_op("hypot"), *_XY, kinds="float", cost=20),

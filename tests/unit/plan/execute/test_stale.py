@@ -136,10 +136,14 @@ def test_weights_may_be_swapped(how: str, swapping: bool, monkeypatch: pytest.Mo
     compiled = torch.compile(model, backend="x86_onednn")
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(swapping)
+    refused = torch.__version__.startswith("2.10.") and (swapping or how == "swap_tensors")
     try:
         with torch.no_grad():
             compiled(x)
-            for _ in range(3):
+            if refused:  # with any backend: Dynamo has weak references to the weights, and 2.10 swaps none that have
+                with pytest.raises(RuntimeError, match="swap"):
+                    SWAPS[how](model, other)
+            for _ in range(0 if refused else 3):
                 SWAPS[how](model, other)
                 torch.testing.assert_close(compiled(x), model(x))
     finally:
