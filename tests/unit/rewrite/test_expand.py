@@ -167,3 +167,25 @@ def test_strides_of_symbolic_sizes_are_compared_outside_of_the_trace() -> None:
         )  # fmt: skip
         found, wanted = run([a for a in args if isinstance(a, torch.Tensor)])[0], op.target(*args, **kwargs)[0]
         torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize(
+    ("given", "sizes", "dim", "size", "step"),
+    [
+        ((1, 6, 7), [3, 22], 1, 7, 3), ((3, 6, 7), [3, 24], 1, 7, 3), ((3, 6, 7), [3, 60], -1, 7, 9),
+        ((6, 7), [22], 0, 7, 3), ((2, 1, 6, 7), [2, 4, 22], 2, 7, 3), ((2, 1, 22, 2), [3, 5, 22], 0, 2, 1),
+    ],
+    ids=["a row for many", "a rest behind", "gaps", "one dim", "a row for some", "the first dim"],
+)  # fmt: skip
+def test_windows_are_added_up_at_once(given: tuple[int, ...], sizes: list[int], dim: int, size: int, step: int) -> None:
+    """Also where one gradient belongs to many rows, as the windows of an inverse STFT of a batch do."""
+    grad, count = torch.randn(given), given[dim % len(sizes)]
+    with report.recording() as reports:
+        got = compiled(lambda g: torch.ops.aten.unfold_backward(g, sizes, dim, size, step))(grad)
+    whole = [*sizes, size]
+    whole[dim % len(sizes)] = count
+    expected = torch.ops.aten.unfold_backward(grad.expand(whole).contiguous(), sizes, dim, size, step)
+    torch.testing.assert_close(got, expected)
+    assert got.stride() == expected.stride()
+    ran = [r.op for r in reports[-1].ops]
+    assert "col2im" in ran and len(ran) < 12, ran

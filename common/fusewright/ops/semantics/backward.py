@@ -3,6 +3,7 @@ fp64."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -375,3 +376,28 @@ def slice_backward(grad: Any, input_sizes: Any, dim: int, start: Any, end: Any, 
 def unfold_backward(grad: Any, input_sizes: Any, dim: int, size: int, step: int) -> Any:
     x = torch.zeros(tuple(input_sizes), dtype=grad.dtype)
     return _one(lambda t: t.unfold(dim, size, step), x, grad)
+
+
+def unfold_backward_opened(grad: Any, input_sizes: Any, dim: int, size: int, step: int) -> Any:
+    """Windows added up at once. Where the gradient is one row for many of the input (the windows of an inverse STFT of a batch),
+    torch's decomposition has a call for each element of a window: these are computed for the one row."""
+    torchs, rank = m.torch_decomposition("aten::unfold_backward"), len(input_sizes)
+    if rank == 0 or grad.dim() != rank + 1:
+        return torchs(grad, input_sizes, dim, size, step)
+    dim %= rank
+    own = [*grad.shape[:dim], input_sizes[dim], *grad.shape[dim + 1 : -1]]
+    known = all(isinstance(n, int) for n in (grad.shape[dim], input_sizes[dim], size, step))
+    folds = known and grad.shape[dim] > 0 and grad.is_floating_point()
+    made = _folded(grad, own[dim], dim, size, step) if folds else torchs(grad, own, dim, size, step)
+    return made if all(isinstance(n, int) and n == k for n, k in zip(own, input_sizes, strict=True)) else made.expand(input_sizes)
+
+
+def _folded(grad: Any, length: int, dim: int, size: int, step: int) -> Any:
+    """Windows along `dim` as the columns of an image of one line."""
+    columns = grad.movedim(dim, -1)
+    *others, _, count = columns.shape
+    covered = (count - 1) * step + size
+    flat = columns.reshape(math.prod(others), size, count)
+    line = torch.ops.aten.col2im(flat, [1, covered], [1, size], [1, 1], [0, 0], [1, step]).reshape(*others, covered)
+    line = F.pad(line, (0, length - covered)) if length > covered else line[..., :length]
+    return line.movedim(-1, dim)

@@ -213,6 +213,6 @@ ROWS: tuple[Op, ...] = (
         "zeros with the gradient at start:end:step of dim", "", torch_decomposition("aten::slice_backward")),
     _op("unfold_backward", "aten::unfold_backward", dt.dtype_of("grad_in"), sh.attr_shape("input_sizes"),
         b.unfold_backward, "gradient of unfold: windows added up", "",
-        torch_decomposition("aten::unfold_backward")),
+        b.unfold_backward_opened),
 )
 # fmt: on

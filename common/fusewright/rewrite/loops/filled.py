@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
+import torch
 from torch.fx import Graph, Node
 
 from fusewright import ops
@@ -102,11 +103,23 @@ def _whole(writes: list[Write]) -> bool:
 
 
 def _joined(r: Rewriter, writes: list[Write]) -> Node | None:
-    """What was written, joined."""
+    """What was written, joined in the order in which the filled tensor lies in memory (one like a transposed view lies as that)."""
     pieces = [_value(r, w) for w in writes]
     if any(x is None for x in pieces):
         return None
-    return r.call("cat" if writes[0].kept else "stack", (pieces, writes[0].dim))
+    dim, kept, name = writes[0].dim, writes[0].kept, "cat" if writes[0].kept else "stack"
+    order = _order(value_of(writes[0].node))
+    if order == sorted(order):
+        return r.call(name, (pieces, dim))
+    inner = order if kept else [d - (d > dim) for d in order if d != dim]
+    joined = r.call(name, ([r.call("permute", (x, inner)) for x in pieces], order.index(dim)))
+    return r.call("permute", (joined, [order.index(d) for d in range(len(order))]))
+
+
+def _order(x: torch.Tensor) -> list[int]:
+    """The dims of a tensor from the outermost in memory to the innermost; as they are where strides are symbols."""
+    dims = list(range(x.dim()))
+    return sorted(dims, key=lambda d: -x.stride(d)) if all(isinstance(n, int) for n in x.stride()) else dims
 
 
 def _value(r: Rewriter, write: Write) -> Node | None:

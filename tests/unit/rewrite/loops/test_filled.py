@@ -64,6 +64,9 @@ def _put_row(out: Tensor, t: int, y: Tensor) -> None:
     out[t] = y[0]
 
 
+_like = torch.zeros_like
+"""Keeps the order of a view's dims in memory."""
+
 JOINED: dict[str, tuple[Fn, str]] = {
     "rows": (_loop(_put), "stack"),
     "rows from the last": (_loop(_put_back), "stack"),
@@ -71,6 +74,9 @@ JOINED: dict[str, tuple[Fn, str]] = {
     "broadcast": (_loop(_put_row, lambda: torch.empty(STEPS, 2, 4)), "stack"),
     "of another type": (_loop(_put, lambda: torch.zeros(3, STEPS, 4, dtype=torch.bfloat16)), "stack"),
     "slices": (_loop(_put_slice, lambda: torch.zeros(3, 2 * STEPS, 4)), "cat"),
+    "like a transposed view": (_loop(_put, lambda: _like(torch.zeros(STEPS, 3, 4).transpose(0, 1))), "stack"),
+    "with the steps innermost": (_loop(_put, lambda: _like(torch.zeros(4, 3, STEPS).permute(1, 2, 0))), "stack"),
+    "slices of a permuted one": (_loop(_put_slice, lambda: _like(torch.zeros(4, 2 * STEPS, 3).permute(2, 1, 0))), "cat"),
 }
 
 
