@@ -130,7 +130,7 @@ def test_traced_strides_are_eagers(name: str, device: str) -> None:
     assert not list(differences(ops.OPS[name], device))[:5]
 
 
-LOSSES = [n for n in NAMES if n.endswith("_loss") or n == "bce_with_logits"]
+LOSSES = [n for n in NAMES if n.endswith("_loss") or n in ("bce", "bce_with_logits")]
 
 
 @pytest.mark.parametrize("name", LOSSES)

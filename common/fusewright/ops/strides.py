@@ -195,6 +195,7 @@ RULES: dict[str, Rule] = {
     **{n: _unreduced for n in ("mse_loss", "smooth_l1_loss")},
     **{f"{n}_loss_backward": _contiguous("self") for n in ("mse", "huber")},
     "huber_loss": _cloned("self"),
+    "bce": lambda a: _cloned("self")(a) if a["reduction"] == 0 else (),
     "nll_loss2d": _contiguous("target"),
     "log_sigmoid_backward": _cloned("grad_output"),
     "smooth_l1_loss_backward": _contiguous("self"),

@@ -112,3 +112,11 @@ def test_the_gradient_of_a_logit_is_plus_infinity_at_both_zeros(eps: float | Non
     x = torch.tensor([0.0, -0.0, 1.0, 0.5], requires_grad=True)
     (grad,) = torch.autograd.grad(_compiled(fn)(x).sum(), x)
     assert grad.tolist() == [torch.inf, torch.inf, torch.inf, 4.0]
+
+
+def test_a_loss_of_each_probability_lies_as_its_operand() -> None:
+    def fn(x: Tensor, y: Tensor) -> Tensor:
+        return F.binary_cross_entropy(x, y, reduction="none")
+
+    x = torch.rand(7, 5).t()
+    assert _compiled(fn)(x, torch.rand(5, 7)).stride() == x.stride()
