@@ -388,11 +388,11 @@ def unfold_backward_opened(grad: Any, input_sizes: Any, dim: int, size: int, ste
     own = [*grad.shape[:dim], input_sizes[dim], *grad.shape[dim + 1 : -1]]
     known = all(isinstance(n, int) for n in (grad.shape[dim], input_sizes[dim], size, step))
     folds = known and grad.shape[dim] > 0 and grad.is_floating_point()
-    made = _folded(grad, own[dim], dim, size, step) if folds else torchs(grad, own, dim, size, step)
+    made = _of_columns(grad, own[dim], dim, size, step) if folds else torchs(grad, own, dim, size, step)
     return made if all(isinstance(n, int) and n == k for n, k in zip(own, input_sizes, strict=True)) else made.expand(input_sizes)
 
 
-def _folded(grad: Any, length: int, dim: int, size: int, step: int) -> Any:
+def _of_columns(grad: Any, length: int, dim: int, size: int, step: int) -> Any:
     """Windows along `dim` as the columns of an image of one line."""
     columns = grad.movedim(dim, -1)
     *others, _, count = columns.shape

@@ -118,8 +118,8 @@ def _joined(r: Rewriter, writes: list[Write]) -> Node | None:
 
 def _order(x: torch.Tensor) -> list[int]:
     """The dims of a tensor from the outermost in memory to the innermost; as they are where strides are symbols."""
-    dims = list(range(x.dim()))
-    return sorted(dims, key=lambda d: -x.stride(d)) if all(isinstance(n, int) for n in x.stride()) else dims
+    dims, strides = list(range(x.dim())), x.stride()
+    return sorted(dims, key=lambda d: -strides[d]) if all(isinstance(n, int) for n in strides) else dims
 
 
 def _value(r: Rewriter, write: Write) -> Node | None:
