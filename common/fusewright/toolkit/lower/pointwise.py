@@ -49,8 +49,8 @@ def formula(
 ) -> Map:
     """Make a rule from a formula over the arguments called `names`, computed in the dtype of the result, or of the arguments if
     the result is bool. `kinds`: see `_REFUSED`. `divides`: for integers, a second argument of zero is an error. `rounds`: eager
-    rounds numbers to a half type first, which changes more than the last digit of the result. `saturates`: numbers beyond an integer
-    dtype are its limits, where others wrap."""
+    rounds numbers to a half type first, which changes more than the last digit of the result. `saturates`: numbers beyond an
+    integer dtype are its limits, where others wrap."""
 
     def run(e: Evaluator, op: OpView, k: int, at: At) -> Val:
         dtype = op.outs[k].spec.dtype if compute == "out" else promoted(op, names)  # type: ignore[union-attr]
