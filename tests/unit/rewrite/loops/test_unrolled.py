@@ -181,7 +181,8 @@ def test_sizes_other_than_the_number_of_steps_may_be_symbols(name: str) -> None:
 
     graph, log = _graph(loop, [X, W], "symbolic"), RuleLog()
     guards = len(compat.shape_env_of(GraphModule({}, graph)).guards)
-    roll(graph, log)
+    with compat.python_dispatcher():  # as in compilations: the C++ form of matmul knows no symbols in torch 2.10
+        roll(graph, log)
     verify.check(graph, "rolled")
     assert "slice" not in [READER.name(n) for n in graph.nodes if n.op == "call_function"], "its gradient has no kernel"
     assert log.hits[ID] == 1 and len(compat.shape_env_of(GraphModule({}, graph)).guards) == guards
