@@ -182,10 +182,18 @@ try:  # older releases compute the loss
 except RuntimeError:
     _VALUES |= _TARGETS
 
+_DTYPES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], str]] = {
+    "complex": (lambda x: torch.complex(x * 1, x.double()) * 2, (torch.ones(3),), "but got scalar type Double"),
+    "polar": (lambda x: torch.polar(x * 1, x).abs() + 1, (torch.ones(3).half(),), "not implemented for 'Half'"),
+    "adaptive_avg_pool2d": (
+        lambda x: F.adaptive_avg_pool2d(x * 1, 2) + 1, (torch.ones(1, 1, 4, 4, dtype=LONG),), "not implemented for 'Long'"
+    ),
+}
+
 CALLS: dict[str, BadCall] = {
     f"{kind}.{name}": BadCall(*call)
     for kind, calls in (("index", _INDICES), ("number", _NUMBERS), ("dim", _DIMS), ("index type", _INDEX_TYPES),
-                        ("size", _SIZES), ("value", _VALUES))
+                        ("size", _SIZES), ("value", _VALUES), ("dtype", _DTYPES))
     for name, call in calls.items()
 }
 

@@ -3,6 +3,7 @@ takes every primitive in it."""
 
 from __future__ import annotations
 
+import logging
 import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,6 +23,8 @@ from fusewright.graph.verify import UNTRUSTED
 from fusewright.graph.view import GraphIndex, is_op, is_projection
 from fusewright.interface import Backend, OpView, Phase, Verdict, Why
 from fusewright.partition.partition import ask
+
+log = logging.getLogger("fusewright")
 
 
 def on_claim(
@@ -99,6 +102,9 @@ def _traced_if_claimed(node: Node, backend: Backend, phase: Phase) -> Graph | No
         with compat.fake_mode_of(tensors[0]), compat.assuming_nothing(tensors[0]):
             inside = make_fx(body)(*fakes).graph
     except compat.SizesAssumed:  # nothing would check the assumption, so eager runs the whole
+        return None
+    except RuntimeError as e:  # eager runs the whole, and refuses it in its own words
+        log.info("%s is not opened: its primitives refuse the call: %s", row.name, str(e).partition("\n")[0])
         return None
     canonicalize(inside)
     drop_dead_code(inside)

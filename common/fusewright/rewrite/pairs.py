@@ -3,7 +3,7 @@ conjugates, magnitudes and what is around Fourier transforms. What else reads co
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -179,11 +179,19 @@ def _same(c: _Pairs, node: Node) -> Parts | None:
 def _complex(c: _Pairs, node: Node) -> Parts | None:
     parts: list[Any] = [*node.args]
     shape = value_of(node).shape
-    return (parts[0], parts[1]) if all(_sizes(value_of(x).shape, shape) for x in parts) else None
+    alike = all(_sizes(value_of(x).shape, shape) for x in parts) and _of_one_dtype(parts)
+    return (parts[0], parts[1]) if alike else None
 
 
-def _polar(c: _Pairs, node: Node) -> Parts:
-    size, angle = node.args
+def _of_one_dtype(parts: Sequence[Any]) -> bool:
+    """Whether both are of one dtype: eager refuses others."""
+    return value_of(parts[0]).dtype == value_of(parts[1]).dtype
+
+
+def _polar(c: _Pairs, node: Node) -> Parts | None:
+    size, angle = parts = list[Any](node.args)
+    if not _of_one_dtype(parts) or value_of(size).dtype == torch.float16:
+        return None  # eager has no polar of half types
     return c.call("mul", (size, c.call("cos", (angle,)))), c.call("mul", (size, c.call("sin", (angle,))))
 
 
