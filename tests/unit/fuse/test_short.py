@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from fusewright.toolkit.lower import movement
 from tests.fragments import Sketch
 from tests.unit.fuse.running import LOADERS, kernel_count, run_sketch
 
@@ -65,3 +66,20 @@ def test_nearest_point_is_one_kernel() -> None:
     points, centres = g.input(torch.randn(50, 1, 3)), g.input(torch.randn(1, 4, 3))
     distances = g.op("vector_norm", g.op("sub", points, centres), 2, [2])
     check(g, "argmin", distances, 1)
+
+
+@pytest.mark.parametrize("join", ["stack", "cat"])
+def test_rows_of_joined_earlier_rows_are_computed_once(join: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step sums up all earlier ones. With a mask for each piece, a step was computed once for each path to it."""
+    calls: list[object] = []
+    monkeypatch.setattr(movement, "out_type", lambda op, of=movement.out_type: calls.append(op) or of(op))
+    g = Sketch()
+    steps = [g.input(torch.randn(3, 4) if join == "stack" else torch.randn(3, 1, 4))]
+    for _ in range(6):
+        joined = g.op(join, list(steps), 1)
+        steps.append(g.op("sum", joined, [1], join == "cat"))
+    for loader in LOADERS.values():
+        calls.clear()
+        _, (got,) = run_sketch(g, [steps[-1]], loader)
+        torch.testing.assert_close(got, g.expected([steps[-1]])[0])
+        assert len(calls) < 100

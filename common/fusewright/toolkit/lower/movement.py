@@ -103,6 +103,13 @@ def integer_indices(op: OpView) -> str | None:
 # ---- joins ----
 
 
+def _constant(index: Index) -> int | None:
+    """The index if it is one number, as in rows that are unrolled: one piece is read then, under the mask that holds already. With
+    masks of their own, pieces that are joined inside of others would be computed once for each path to them."""
+    plain = not (index.coefs or index.divmods or index.indirect)
+    return index.offset if plain and isinstance(index.offset, int) else None
+
+
 def _cat(e: Evaluator, op: OpView, k: int, at: At) -> Val:
     tensors = [t for t in op.arg("tensors") if 0 not in shape_of(t.spec)]
     d = int(op.arg("dim")) % len(at.shape)
@@ -113,6 +120,10 @@ def _cat(e: Evaluator, op: OpView, k: int, at: At) -> Val:
     for v in tensors:
         bounds.append(before)
         before = shape_of(v.spec)[d] + before
+    if (at_once := _constant(at.dims[d])) is not None and all(isinstance(b, int) for b in (*bounds, before)):
+        for v, start in zip(tensors, bounds, strict=True):
+            if start <= at_once < start + shape_of(v.spec)[d]:
+                return e(v, at.with_dim(d, at.dims[d] - start, shape_of(v.spec)[d]), t)
     out: Val | None = None
     for v, start in reversed(list(zip(tensors, bounds, strict=True))):
         size = shape_of(v.spec)[d]
@@ -140,7 +151,10 @@ def _stack(e: Evaluator, op: OpView, k: int, at: At) -> Val:
     tensors = op.arg("tensors")
     d = int(op.arg("dim")) % len(at.shape)
     rest = [i for i in range(len(at.shape)) if i != d]
-    t, position, inside = out_type(op), e.position(at.dims[d]), at.pick(rest)
+    t, inside = out_type(op), at.pick(rest)
+    if (at_once := _constant(at.dims[d])) is not None and 0 <= at_once < len(tensors):
+        return e(tensors[at_once], inside, t)
+    position = e.position(at.dims[d])
     out: Val | None = None
     for i, v in reversed(list(enumerate(tensors))):
         here = position.eq(i)
