@@ -38,11 +38,15 @@ def compiled(fn: Any, backend: str, dynamic: bool = False) -> Any:
     return torch.compile(fn, backend=backend, dynamic=dynamic, options=options)
 
 
-def check(backend: str, call: BadCall, name: str, dynamic: bool = False) -> None:
+def needs(backend: str) -> None:
     if "triton" in backend:
         pytest.importorskip("triton", reason="triton is not installed; pip install './backends/triton[simulate]'")
-    elif not registry.info(backend).available:
-        pytest.skip(f"{backend}: {registry.info(backend).device}")
+    elif not (info := registry.info(backend)).available:
+        pytest.skip(f"{backend}: {info.device.reason}; runs where: {info.device.fix}")
+
+
+def check(backend: str, call: BadCall, name: str, dynamic: bool = False) -> None:
+    needs(backend)
     eager = said(call.fn, call.args)
     assert call.text in eager[1]
     wanted = said(compiled(call.fn, "aot_eager", dynamic), call.args) if name in LOST else eager
@@ -60,8 +64,7 @@ def test_what_a_join_or_a_pad_leaves_out_is_not_divided(backend: str) -> None:
         parts = [op(a * 3, d[k : k + 4]) for k, op in enumerate((torch.remainder, torch.fmod, torch.floor_divide))]
         return torch.cat(parts, -1), torch.nn.functional.pad(a // d[:4], (1, 2))
 
-    if "triton" in backend:
-        pytest.importorskip("triton", reason="triton is not installed; pip install './backends/triton[simulate]'")
+    needs(backend)
     args = torch.arange(-8, 8).view(2, 8, 1), torch.tensor([2, -3, 1, 4, 5, -6])
     for got, want in zip(compiled(fn, backend)(*args), fn(*args), strict=True):
         assert torch.equal(got, want)
@@ -90,8 +93,7 @@ def test_what_aot_eager_says_otherwise_is_listed(name: str) -> None:
 @pytest.mark.parametrize("name", ["index.one_embedding", "index.gather", "index.scatter_add", "index.nll_loss"])
 def test_kernels_find_what_is_wrong(name: str) -> None:
     """A kernel reports the error, not an op that eager ran."""
-    if not registry.info("x86_onednn").available:
-        pytest.skip(f"x86_onednn: {registry.info('x86_onednn').device}")
+    needs("x86_onednn")
     call = CALLS[name]
     with recording() as reports:
         assert said(compiled(call.fn, "x86_onednn"), call.args) == said(call.fn, call.args)
@@ -102,10 +104,7 @@ def test_kernels_find_what_is_wrong(name: str) -> None:
 @pytest.mark.parametrize("backend", ["x86_onednn", "nvidia_triton"])
 def test_an_ignored_label_is_no_index(backend: str) -> None:
     """`ignore_index` and `padding_idx` may be out of bounds; gradients of other indices are left out."""
-    if "triton" in backend:
-        pytest.importorskip("triton", reason="triton is not installed; pip install './backends/triton[simulate]'")
-    elif not registry.info(backend).available:
-        pytest.skip(f"{backend}: {registry.info(backend).device}")
+    needs(backend)
     loss = torch.nn.functional.nll_loss
     x, labels = torch.randn(3, 1).log_softmax(0), torch.tensor([0, 7, -100])
     for ignored in (7, -100):
@@ -121,8 +120,7 @@ def test_an_ignored_label_is_no_index(backend: str) -> None:
 @pytest.mark.parametrize("fn", [lambda x: torch.floor_divide(x, 0.3) + x, lambda x: torch.heaviside(x, x) * x])
 def test_a_call_without_a_gradient_raises_where_eager_does(fn: Any) -> None:
     """In the backward pass, not while the graph is traced."""
-    if not registry.info("x86_onednn").available:
-        pytest.skip(f"x86_onednn: {registry.info('x86_onednn').device}")
+    needs("x86_onednn")
     x = torch.rand(4, requires_grad=True)
     out = torch.compile(fn, backend="x86_onednn", options={"cache": False})(x)
     torch.testing.assert_close(out, fn(x))
@@ -135,10 +133,7 @@ def test_a_call_without_a_gradient_raises_where_eager_does(fn: Any) -> None:
 @pytest.mark.parametrize("backend", ["x86_onednn", "nvidia_triton"])
 def test_a_limit_beyond_the_range_of_integers(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is no limit where torch takes it, as from 2.15 on; kernels do not wrap it."""
-    if "triton" in backend:
-        pytest.importorskip("triton", reason="triton is not installed; pip install './backends/triton[simulate]'")
-    elif not registry.info(backend).available:
-        pytest.skip(f"{backend}: {registry.info(backend).device}")
+    needs(backend)
     monkeypatch.setattr(canonicalize, "refusal", lambda *_: None)
 
     def fn(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:

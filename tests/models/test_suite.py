@@ -64,7 +64,7 @@ def test_null_is_aot_eager(model: str) -> None:
     assert same_bits(ours, outputs(model, "fp32", "aot_eager"))
 
 
-@pytest.mark.parametrize("model", ["bert_small", "resnet18"])
+@pytest.mark.parametrize("model", suite.TRAINABLE)
 def test_null_is_aot_eager_in_training(model: str) -> None:
     def step(backend: str) -> list[Tensor]:
         torch.compiler.reset()

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from ci.operators import opinfo
-from fusewright import registry
 
 SAMPLE = """
 add addmm all amax arange argmax atan2 baddbmm bernoulli bmm cat chunk clamp clone cumsum diagonal div.floor_rounding
@@ -55,9 +54,8 @@ def plugins(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.hardware("x86_onednn")
 def test_sample(tmp_path: Path) -> None:
-    if not registry.info("x86_onednn").available:
-        pytest.skip(f"x86_onednn: {registry.info('x86_onednn').device}")
     names = "^(" + "|".join(map(re.escape, SAMPLE)) + ")$"
     assert opinfo.main([*ONE_EACH, "--backend", "x86_onednn", "--ops", names, "--json", str(tmp_path / "out.json")]) == 0
     found: list[dict[str, Any]] = json.loads((tmp_path / "out.json").read_text())["results"]
@@ -71,10 +69,9 @@ OTHERS = {
 }
 
 
+@pytest.mark.hardware("x86_onednn")
 @pytest.mark.parametrize("name", OTHERS)
 def test_sample_of(name: str) -> None:
-    if not registry.info("x86_onednn").available:
-        pytest.skip(f"x86_onednn: {registry.info('x86_onednn').device}")
     entries, options = OTHERS[name]
     names = "^(" + "|".join(map(re.escape, entries.split())) + ")$"
     assert opinfo.main(["--backend", "x86_onednn", "--ops", names, "--samples", "1", "--no-gradients", *options]) == 0

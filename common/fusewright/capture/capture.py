@@ -139,8 +139,7 @@ def _unguarded(aten: GraphModule, phase: Phase, wrapped: bool) -> dict[int, str]
     replaced."""
     changed = {w for n in aten.graph.nodes if writes(n) for w in written(n)}
     places = [(k, n) for k, n in enumerate(aten.graph.find_nodes(op="placeholder")) if n not in changed]
-    unguarded = (k_n for k_n in places if wrapped or (phase == "backward" and compat.is_tangent(k_n[1])))
-    return {k: storage.lazy(value_of(n)) for k, n in unguarded}
+    return {k: storage.lazy(value_of(n)) for k, n in places if wrapped or (phase == "backward" and compat.is_tangent(n))}
 
 
 def constant_placeholders(aten: GraphModule) -> frozenset[Node]:

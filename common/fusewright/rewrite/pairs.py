@@ -13,7 +13,7 @@ from torch.fx import Graph, Node
 from fusewright import _torch_compat as compat
 from fusewright import ops
 from fusewright.graph.effects import drop_dead_code
-from fusewright.graph.spec import tensor_spec, value_of
+from fusewright.graph.spec import by_stride, tensor_spec, value_of
 from fusewright.interface import RuleLog
 from fusewright.rewrite.engine import READER, Rewriter
 from fusewright.storage import lazy
@@ -88,7 +88,7 @@ class _Pairs:
         val, got = value_of(node), value_of(made)
         if not tensor_spec(val).static:
             return made if got.dim() > val.dim() or _alike(got, val) else None
-        order = sorted(range(val.dim()), key=lambda d: -val.stride(d)) + list(range(val.dim(), got.dim()))
+        order = by_stride(val) + list(range(val.dim(), got.dim()))
         if order == sorted(order):
             return made
         back = [order.index(d) for d in range(len(order))]

@@ -10,10 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusewright import registry
 from fusewright.report import recording
 
-pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+pytestmark = [pytest.mark.usefixtures("fresh_dynamo"), pytest.mark.hardware("x86_onednn")]
 
 ROWS, IMAGE, VOLUME = torch.rand(8, 5), torch.rand(2, 4, 16, 16), torch.rand(2, 3, 8, 8, 8)
 PLACES = torch.rand(2, 7, 9, 2) * 2.4 - 1.2
@@ -50,8 +49,6 @@ def _wide(t: Tensor) -> Tensor:
 @pytest.mark.parametrize("train", [False, True])
 @pytest.mark.parametrize("name", CALLS)
 def test_kernels_compute_what_eager_did(name: str, train: bool) -> None:
-    if not registry.info("x86_onednn").available:
-        pytest.skip(f"x86_onednn: {registry.info('x86_onednn').device}")
     call, args = CALLS[name]
 
     def fn(x: Tensor, *rest: Tensor) -> Tensor:
@@ -76,8 +73,6 @@ def test_kernels_compute_what_eager_did(name: str, train: bool) -> None:
 
 
 def _compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
-    if not registry.info("x86_onednn").available:
-        pytest.skip(f"x86_onednn: {registry.info('x86_onednn').device}")
     return torch.compile(fn, backend="x86_onednn", options={"cache": False, "never_slower": False})
 
 

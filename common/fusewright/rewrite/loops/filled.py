@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 
 from fusewright import ops
 from fusewright.graph.effects import drop_dead_code
-from fusewright.graph.spec import arguments, extent, value_of
+from fusewright.graph.spec import arguments, by_stride, extent, value_of
 from fusewright.graph.view import is_op
 from fusewright.interface import RuleLog
 from fusewright.rewrite.engine import READER, Rewriter
@@ -118,8 +118,7 @@ def _joined(r: Rewriter, writes: list[Write]) -> Node | None:
 
 def _order(x: torch.Tensor) -> list[int]:
     """The dims of a tensor from the outermost in memory to the innermost; as they are where strides are symbols."""
-    dims, strides = list(range(x.dim())), x.stride()
-    return sorted(dims, key=lambda d: -strides[d]) if all(isinstance(n, int) for n in strides) else dims
+    return by_stride(x) if all(isinstance(n, int) for n in x.stride()) else list(range(x.dim()))
 
 
 def _value(r: Rewriter, write: Write) -> Node | None:
