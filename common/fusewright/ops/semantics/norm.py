@@ -73,18 +73,23 @@ def layer_norm(x: Any, normalized_shape: Sequence[int], weight: Any, bias: Any, 
     return affine((w - mean) * rstd, weight, bias).to(x.dtype), mean.to(stats), rstd.to(stats)
 
 
+def rms_eps(dtype: torch.dtype, eps: float | None) -> float:
+    """Return what `rms_norm` adds for an input of `dtype`: by default the eps of the dtype that it computes in, fp32 for half types
+    (`_fused_rms_norm` on devices and its decomposition)."""
+    return torch.finfo(dtype if dtype == torch.float64 else torch.float32).eps if eps is None else eps
+
+
 def rms_norm_ref(x: Any, normalized_shape: Sequence[int], weight: Any, eps: float | None) -> tuple[Any, Any]:
     dims = list(range(-len(normalized_shape), 0))
-    # The default eps depends on the input's dtype, which an fp64 reference cannot see: assume fp32.
-    eps = torch.finfo(torch.float32).eps if eps is None else eps
-    rstd = 1 / torch.sqrt((x * x).mean(dims, keepdim=True) + eps)
+    # The default eps depends on the dtype of the computation, which an fp64 reference cannot see: assume fp32.
+    rstd = 1 / torch.sqrt((x * x).mean(dims, keepdim=True) + rms_eps(torch.float32, eps))
     return affine(x * rstd, weight, None), rstd
 
 
 def rms_norm(x: Any, normalized_shape: Sequence[int], weight: Any, eps: float | None) -> tuple[Any, Any]:
     w = widened(x)
-    eps = torch.finfo(x.dtype).eps if eps is None else eps
-    rstd = torch.rsqrt(torch.mean(w * w, list(range(-len(normalized_shape), 0)), keepdim=True) + eps)
+    mean = torch.mean(w * w, list(range(-len(normalized_shape), 0)), keepdim=True)
+    rstd = torch.rsqrt(mean + rms_eps(x.dtype, eps))
     return affine(w * rstd, weight, None).to(x.dtype), rstd
 
 

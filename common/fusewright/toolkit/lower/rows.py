@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from fusewright import _torch_compat as compat
 from fusewright.interface import OpView
 from fusewright.ops.semantics.coupled import MOST_RESULTS, given, ran, results
+from fusewright.ops.semantics.norm import rms_eps
 from fusewright.ops.semantics.steps import evaluated, names, parsed
 from fusewright.toolkit.ir import Index, Val
 from fusewright.toolkit.ir.types import TYPES, DType
@@ -331,10 +332,9 @@ def _layer_norm(r: RowContext, op: OpView) -> tuple[Val, ...]:
 
 
 def _rms_norm(r: RowContext, op: OpView) -> tuple[Val, ...]:
-    t, dtype = norm_type(op), op.arg("input").spec.dtype
-    eps = torch.finfo(dtype).eps if op.arg("eps") is None else op.arg("eps")
+    t = norm_type(op)
     x = r.x(op.arg("input"), t)
-    rrms = r.b.op("rsqrt", r.mean(x * x) + eps)
+    rrms = r.b.op("rsqrt", r.mean(x * x) + rms_eps(op.arg("input").spec.dtype, op.arg("eps")))
     w = None if op.arg("weight") is None else r.per_position(op.arg("weight"), t)
     return affine(x * rrms, w, None), rrms
 
