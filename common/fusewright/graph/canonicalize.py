@@ -26,6 +26,7 @@ def canonicalize(graph: Graph) -> list[str]:
     """
     disagreements = []
     foreach.single(graph)
+    _needless_states(graph)
     _flat_results(graph)
     host_scalars(graph)
     size_fills(graph)
@@ -50,6 +51,18 @@ def canonicalize(graph: Graph) -> list[str]:
                 node.meta[verify.UNTRUSTED] = f"the opset does not describe it as it was traced: {problems[0]}"
                 disagreements += problems
     return disagreements
+
+
+def _needless_states(graph: Graph) -> None:
+    """Call what draws nothing (an attention without dropout) without a state of random numbers: torch's checkpoints give one to
+    every operator that could draw, which keeps a graph from being replayed."""
+    for node in graph.nodes:
+        if not compat.is_higher_order(node.target) or node.target.name() != "graphsafe_run_with_rng_state":
+            continue
+        (target, *args), kwargs = node.args, {k: v for k, v in node.kwargs.items() if k != "rng_state"}
+        if not ops.call_draws(target, args, kwargs):
+            node.target, node.args, node.kwargs = target, tuple(args), kwargs
+            node.meta["val"] = retrace.infer(node)
 
 
 def _flat_results(graph: Graph) -> None:
