@@ -111,3 +111,34 @@ def test_a_result_without_elements_does_not_show_its_strides() -> None:
         x = torch.randn(3, 3, 4, 5)
         for k in ([False, False, False], [True, False, True]):
             torch.testing.assert_close(compiled(x, torch.tensor(k)), f(x, torch.tensor(k)))
+
+
+@torch.library.custom_op("fusewright_tests::turned", mutates_args=())
+def turned(x: Tensor) -> Tensor:
+    return x.conj_physical().conj()  # as an SVD on a GPU returns its right vectors
+
+
+@turned.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+torch.library.register_autograd(
+    "fusewright_tests::turned",
+    lambda ctx, g: ctx.saved_tensors[0].abs() * g * 2,
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output),
+)
+
+
+def test_a_complex_result_is_a_lazy_conjugate_in_memory_when_traced() -> None:
+    """Also where it is saved for a gradient."""
+
+    def f(x: Tensor) -> Tensor:
+        return turned(x * 2).abs() + 1
+
+    x = torch.randn(3, 4, dtype=torch.complex64, requires_grad=True)
+    compiled = torch.compile(f, backend="x86_onednn", options={"fallback": "allow"})
+    for _ in range(2):
+        got, want = (torch.autograd.grad(g(x).square().sum(), x)[0] for g in (compiled, f))
+        torch.testing.assert_close(got, want)
+        torch.testing.assert_close(compiled(x), f(x))

@@ -134,12 +134,17 @@ def _bases(run: Callable[[list[Any]], Any], places: Sequence[int]) -> Callable[[
 
 
 def _unguarded(aten: GraphModule, phase: Phase, wrapped: bool) -> dict[int, str]:
-    """Positions of the inputs that no guard checks for laziness, and the lazy state in which each was traced: those that autograd
-    passes to a backward graph, and those inside subclasses. Inputs that the graph writes are left out, since they must not be
-    replaced."""
+    """Positions of the inputs that no guard checks for laziness, and the lazy state in which each was traced: gradients and complex
+    tensors (an SVD's, saved by a forward graph on a GPU) that autograd passes to a backward graph, and those inside subclasses.
+    Inputs that the graph writes are left out, since they must not be replaced."""
     changed = {w for n in aten.graph.nodes if writes(n) for w in written(n)}
     places = [(k, n) for k, n in enumerate(aten.graph.find_nodes(op="placeholder")) if n not in changed]
-    return {k: storage.lazy(value_of(n)) for k, n in places if wrapped or (phase == "backward" and compat.is_tangent(n))}
+    return {k: storage.lazy(value_of(n)) for k, n in places if wrapped or (phase == "backward" and _is_passed(n))}
+
+
+def _is_passed(n: Node) -> bool:
+    val = value_of(n)
+    return compat.is_tangent(n) or (isinstance(val, torch.Tensor) and val.is_complex())
 
 
 def constant_placeholders(aten: GraphModule) -> frozenset[Node]:

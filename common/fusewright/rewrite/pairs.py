@@ -3,6 +3,7 @@ conjugates, magnitudes and what is around Fourier transforms. What else reads co
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -110,9 +111,18 @@ class _Pairs:
 
     def _parts(self, x: Node) -> Parts:
         if x not in self.parts:
-            pair = x.args[0] if READER.name(x) == "view_as_complex" else self.call("view_as_real", (x,))
+            pair = x.args[0] if READER.name(x) == "view_as_complex" else self.call("view_as_real", (self._in_memory(x),))
             self.parts[x] = tuple(self.call("select", (pair, -1, k)) for k in (0, 1))  # type: ignore[assignment]
         return self.parts[x]
+
+    def _in_memory(self, x: Node) -> Node:
+        """Resolve what an operator outside the opset returns: on GPUs, an SVD's is a lazy conjugate, which is not traced as one."""
+        source = x.args[0] if x.target is operator.getitem else x
+        if source.op != "call_function" or ops.find(source.target) is not None:  # type: ignore[union-attr]
+            return x
+        resolved = self.r.graph.call_function(torch.ops.aten.resolve_conj.default, (x,))
+        resolved.meta.update(x.meta)
+        return resolved
 
     def _cast(self, x: Any, dtype: torch.dtype) -> Any:
         return self.call("cast", (x,), dtype=dtype) if isinstance(x, Node) and value_of(x).dtype != dtype else x
