@@ -21,7 +21,11 @@ other reader: reading a value before a cast to a wider type is cheaper than behi
 READ_AGAIN = 4
 """How often an element may be recomputed rather than stored."""
 
+PIECES = 2
+"""The most tensors that are joined inside of a window."""
+
 PAD = "constant_pad_nd"
+JOINS = frozenset({"cat", "stack"})
 PERMUTE = frozenset({"permute", "transpose", "t"})
 
 INLINE_DEPTH = 12
@@ -103,8 +107,8 @@ class Flow:
         small = small or (_about(read, size) and self._has_one_user(op))
         small = small or self._is_padded_once(op)
         small = small or (self._is_permuted_once(op) and (_about(read, size) or self._reads_permuted(op)))
-        if small and not tiny and self._has_window(op) and self._is_read_by_window(op.out):
-            return None  # each window would compute all of those behind it
+        if small and not tiny and (self._has_window(op) or _pieces(op) > PIECES) and self._is_read_by_window(op.out):
+            return None  # each window would compute all of those behind it, and each of its elements ask for every piece
         return depth if small and depth <= INLINE_DEPTH else None
 
     def _has_window(self, op: OpView) -> bool:
@@ -259,6 +263,10 @@ class Flow:
 
 def _is_window(rules: tuple[Rule, ...]) -> bool:
     return bool(rules) and isinstance(rules[0], Map) and rules[0].window
+
+
+def _pieces(op: OpView) -> int:
+    return len(op.arg("tensors")) if op.op in JOINS else 1
 
 
 def _about(read: int, size: int) -> bool:
