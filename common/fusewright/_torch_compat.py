@@ -362,15 +362,15 @@ def of_vmap(target: Any) -> bool:
 
 
 @contextlib.contextmanager
-def leaving_vmap() -> Iterator[None]:
-    """A context that in the end leaves the levels of vmap that an error left entered."""
+def leaving_transforms() -> Iterator[None]:
+    """A context that in the end leaves the levels of `torch.func` (vmap, grad, jvp) that an error left entered."""
     top = torch._C._functorch.peek_interpreter_stack
     before = level.level() if (level := top()) else 0
     try:
         yield
     finally:
         while (level := top()) and level.level() > before:
-            torch._C._functorch._vmap_decrement_nesting()
+            getattr(torch._C._functorch, f"_{level.key().name.lower()}_decrement_nesting")()
 
 
 UNBACKED = "unbacked_bindings"

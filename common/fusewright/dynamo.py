@@ -124,11 +124,13 @@ def compile_dynamo(
     laid = layouts.preferred(gm, backend)
     if laid is not None:
         try:
-            return capture.capture(laid, example_inputs, compile_graph, without_loops, multiple)
+            with compat.leaving_transforms():
+                return capture.capture(laid, example_inputs, compile_graph, without_loops, multiple)
         except (RuntimeError, ValueError) as e:  # no view with such strides exists
             log.info("a training step keeps eager's layouts: %s", str(e).partition("\n")[0])
     try:
-        return capture.capture(gm, example_inputs, compile_graph, without_loops, multiple)
+        with compat.leaving_transforms():
+            return capture.capture(gm, example_inputs, compile_graph, without_loops, multiple)
     except Exception as e:
         if compiling or type(e) not in REFUSALS or parsed.fallback == "error":
             raise

@@ -150,7 +150,7 @@ class _Recorder(Interpreter):
 
     def record(self) -> GraphModule:
         fakes = [self._input(n, x) for n, x in zip(self.inputs, self.examples, strict=True)]
-        with self.fake_mode, compat.dispatch_mode(self._dispatch), compat.leaving_vmap():
+        with self.fake_mode, compat.dispatch_mode(self._dispatch), compat.leaving_transforms():
             try:
                 returned = self.run(*fakes)
             except Exception as error:

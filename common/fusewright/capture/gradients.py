@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from fusewright.graph.effects import transforms
 from fusewright.ops.semantics.recurrence import linear_scan_op
 
 
@@ -40,9 +41,9 @@ def running_product(x: torch.Tensor, dim: int, dtype: torch.dtype) -> torch.Tens
 
 
 def simplify(gm: GraphModule) -> None:
-    """Replace running products of a training step. Transforms of `torch.func` differentiate theirs themselves."""
+    """Replace running products of a training step."""
     found = [n for n in gm.graph.nodes if _is_product(n)]
-    if not found or any("functorch" in str(getattr(n.target, "__module__", "")) for n in gm.graph.nodes):
+    if not found or any(map(transforms, gm.graph.nodes)):
         return
     for n in found:
         x, out = n.args[0], n.meta["example_value"]

@@ -18,6 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from fusewright import _torch_compat as compat
 from fusewright.capture.masks import memory_written
+from fusewright.graph.effects import transforms
 from fusewright.graph.spec import by_stride
 from fusewright.graph.view import dependents
 from fusewright.interface import Backend
@@ -90,6 +91,8 @@ def channels_last_gradient(image: torch.Tensor) -> torch.Tensor:
 
 def preferred(gm: GraphModule, backend: Backend) -> GraphModule | None:
     """Return a copy of a training step in the layouts that the backend prefers; None if these are eager's."""
+    if any(map(transforms, gm.graph.nodes)):
+        return None
     rows = row_major(gm) if backend.row_major_training else None
     images = channels_last(rows or gm) if backend.channels_last_training else None
     return images or rows

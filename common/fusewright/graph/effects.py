@@ -45,6 +45,12 @@ def names_sizes(node: Node) -> bool:
     return compat.UNBACKED in node.meta
 
 
+def transforms(node: Node) -> bool:
+    """Whether the node of a Dynamo graph is part of a transform of `torch.func`, inside of which no function of autograd may be
+    inserted: it differentiates its own functions."""
+    return "functorch" in str(getattr(node.target, "__module__", ""))
+
+
 def communicates(node: Node) -> bool:
     """Whether the node may wait for other processes, which wait for it: a collective or, among several processes, an unknown
     op. Such a node runs exactly once per call of its graph, in graph order, whatever a process finds faster or has to repeat:
