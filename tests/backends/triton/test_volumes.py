@@ -17,7 +17,7 @@ from fusewright.interface import TensorSpec
 from fusewright.plan.build import Plan
 from fusewright.plan.ir import Call, Launch, Ref
 from fusewright.toolkit.rules.space import layout_of
-from tests.zoo.written import Segmenter, _VideoBlock
+from tests.zoo.written.images import Segmenter, _VideoBlock
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 

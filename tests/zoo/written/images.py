@@ -1,8 +1,4 @@
-"""Nets as people write them, at the sizes at which they are used: images, volumes and videos.
-
-A function for each, for `fusewright bench` and `ci.gpu.profiles`: `tests/zoo/written.py:denoiser`. Weights are random. The shapes
-are those of the papers that the functions name; other kinds of data: `written_sequences.py`.
-"""
+"""Images, volumes and videos."""
 
 from __future__ import annotations
 
@@ -15,10 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.zoo.published import Call
-
-
-def _call(module: nn.Module, *inputs: Tensor) -> Call:
-    return module.eval(), inputs, {}
+from tests.zoo.written import call
 
 
 class Residual(nn.Module):
@@ -103,7 +96,7 @@ class Denoiser(nn.Module):
 
 
 def denoiser() -> Call:
-    return _call(Denoiser(), torch.randn(8, 4, 64, 64), torch.arange(8) * 100.0, torch.randn(8, 77, 768))
+    return call(Denoiser(), torch.randn(8, 4, 64, 64), torch.arange(8) * 100.0, torch.randn(8, 77, 768))
 
 
 class Transformed(nn.Module):
@@ -144,7 +137,7 @@ class DiffusionTransformer(nn.Module):
 
 
 def diffusion_transformer() -> Call:
-    return _call(DiffusionTransformer(), torch.randn(64, 4, 32, 32), torch.randn(64, 256))
+    return call(DiffusionTransformer(), torch.randn(64, 4, 32, 32), torch.randn(64, 256))
 
 
 def _double(
@@ -182,11 +175,11 @@ class Segmenter(nn.Module):
 
 
 def unet() -> Call:
-    return _call(Segmenter(2, (64, 128, 256, 512), 3, 21), torch.randn(16, 3, 256, 256))
+    return call(Segmenter(2, (64, 128, 256, 512), 3, 21), torch.randn(16, 3, 256, 256))
 
 
 def unet_3d() -> Call:
-    return _call(Segmenter(3, (32, 64, 128, 256), 1, 4), torch.randn(2, 1, 96, 96, 96))
+    return call(Segmenter(3, (32, 64, 128, 256), 1, 4), torch.randn(2, 1, 96, 96, 96))
 
 
 class Video(nn.Module):
@@ -232,11 +225,11 @@ class _VideoBlock(nn.Module):
 
 
 def video() -> Call:
-    return _call(Video(False), torch.randn(8, 3, 16, 112, 112))
+    return call(Video(False), torch.randn(8, 3, 16, 112, 112))
 
 
 def video_factored() -> Call:
-    return _call(Video(True), torch.randn(8, 3, 16, 112, 112))
+    return call(Video(True), torch.randn(8, 3, 16, 112, 112))
 
 
 class SuperResolution(nn.Module):
@@ -272,7 +265,7 @@ class SuperResolution(nn.Module):
 
 
 def super_resolution() -> Call:
-    return _call(SuperResolution(), torch.randn(16, 3, 96, 96))
+    return call(SuperResolution(), torch.randn(16, 3, 96, 96))
 
 
 class Translator(nn.Module):
@@ -309,7 +302,7 @@ class Translator(nn.Module):
 
 
 def translator() -> Call:
-    return _call(Translator(), torch.randn(4, 3, 256, 256))
+    return call(Translator(), torch.randn(4, 3, 256, 256))
 
 
 class Modulated(nn.Module):
@@ -356,7 +349,7 @@ class StyleGenerator(nn.Module):
 
 
 def style_generator() -> Call:
-    return _call(StyleGenerator(), torch.randn(16, 512))
+    return call(StyleGenerator(), torch.randn(16, 512))
 
 
 class _Cross(nn.Module):
@@ -420,7 +413,7 @@ class Detector(nn.Module):
 
 
 def detector() -> Call:
-    return _call(Detector(), torch.randn(16, 3, 640, 640))
+    return call(Detector(), torch.randn(16, 3, 640, 640))
 
 
 class Quantizer(nn.Module):
@@ -450,4 +443,4 @@ class Quantizer(nn.Module):
 
 
 def quantizer() -> Call:
-    return _call(Quantizer(), torch.randn(32, 3, 128, 128))
+    return call(Quantizer(), torch.randn(32, 3, 128, 128))

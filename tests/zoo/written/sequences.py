@@ -1,8 +1,4 @@
-"""Nets as people write them, at the sizes at which they are used: text, sound, points, graphs and tables.
-
-A function for each, for `fusewright bench` and `ci.gpu.profiles`: `tests/zoo/written_sequences.py:conformer`. Weights are random.
-The shapes are those of the papers that the functions name; images: `written.py`.
-"""
+"""Texts, sounds, points, graphs, rays and tables."""
 
 from __future__ import annotations
 
@@ -11,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.zoo.published import Call
-from tests.zoo.written import _call
+from tests.zoo.written import call
 
 
 class ConformerBlock(nn.Module):
@@ -62,7 +58,7 @@ class Conformer(nn.Module):
 
 
 def conformer() -> Call:
-    return _call(Conformer(), torch.randn(16, 1000, 80), torch.arange(16) * 8 + 120)
+    return call(Conformer(), torch.randn(16, 1000, 80), torch.arange(16) * 8 + 120)
 
 
 class Waves(nn.Module):
@@ -86,7 +82,7 @@ class Waves(nn.Module):
 
 
 def waves() -> Call:
-    return _call(Waves(), torch.randn(4, 1, 16000))
+    return call(Waves(), torch.randn(4, 1, 16000))
 
 
 class Separator(nn.Module):
@@ -118,7 +114,7 @@ class Separator(nn.Module):
 
 
 def separator() -> Call:
-    return _call(Separator(), torch.randn(4, 1, 32000))
+    return call(Separator(), torch.randn(4, 1, 32000))
 
 
 class Points(nn.Module):
@@ -140,7 +136,7 @@ class Points(nn.Module):
 
 
 def points() -> Call:
-    return _call(Points(), torch.randn(64, 3, 2048))
+    return call(Points(), torch.randn(64, 3, 2048))
 
 
 class EdgePoints(nn.Module):
@@ -176,7 +172,7 @@ class EdgePoints(nn.Module):
 
 
 def edge_points() -> Call:
-    return _call(EdgePoints(), torch.randn(16, 3, 1024))
+    return call(EdgePoints(), torch.randn(16, 3, 1024))
 
 
 class Recommender(nn.Module):
@@ -200,7 +196,7 @@ class Recommender(nn.Module):
 
 
 def recommender() -> Call:
-    return _call(Recommender(), torch.randn(4096, 13), torch.randint(0, 100_000, (4096, 26, 2)))
+    return call(Recommender(), torch.randn(4096, 13), torch.randint(0, 100_000, (4096, 26, 2)))
 
 
 class Field(nn.Module):
@@ -233,7 +229,7 @@ class Field(nn.Module):
 
 
 def field() -> Call:
-    return _call(Field(), torch.randn(4096, 64, 3), torch.randn(4096, 3), torch.rand(4096, 64))
+    return call(Field(), torch.randn(4096, 64, 3), torch.randn(4096, 3), torch.rand(4096, 64))
 
 
 class Graphs(nn.Module):
@@ -260,7 +256,7 @@ class Graphs(nn.Module):
 
 def graphs() -> Call:
     edges = torch.cat([torch.randint(0, 40_000, (2, 240_000)), torch.arange(40_000).expand(2, -1)], 1)
-    return _call(Graphs(), torch.randn(40_000, 128), edges)
+    return call(Graphs(), torch.randn(40_000, 128), edges)
 
 
 class Sequences(nn.Module):
@@ -291,7 +287,7 @@ def sequences() -> Call:
     ids = [torch.randint(1, 16_000, (32, 128)) for _ in range(2)]
     for row, x in enumerate(ids[0]):
         x[128 - 2 * row :] = 0
-    return _call(Sequences(), *ids)
+    return call(Sequences(), *ids)
 
 
 class Gated(nn.Module):
@@ -338,7 +334,7 @@ class MixtureModel(nn.Module):
 
 
 def mixture() -> Call:
-    return _call(MixtureModel(), torch.randint(0, 32_000, (8, 512)))
+    return call(MixtureModel(), torch.randint(0, 32_000, (8, 512)))
 
 
 class Forecast(nn.Module):
@@ -370,7 +366,7 @@ class Forecast(nn.Module):
 
 
 def forecast() -> Call:
-    return _call(Forecast(), torch.randn(64, 336, 21))
+    return call(Forecast(), torch.randn(64, 336, 21))
 
 
 class Table(nn.Module):
@@ -392,7 +388,7 @@ class Table(nn.Module):
 
 
 def table() -> Call:
-    return _call(Table(), torch.randn(1024, 50))
+    return call(Table(), torch.randn(1024, 50))
 
 
 class Contrast(nn.Module):
@@ -414,7 +410,7 @@ class Contrast(nn.Module):
 
 
 def contrast() -> Call:
-    return _call(Contrast(), torch.randn(512, 3, 32, 32), torch.randn(512, 3, 32, 32))
+    return call(Contrast(), torch.randn(512, 3, 32, 32), torch.randn(512, 3, 32, 32))
 
 
 class Speller(nn.Module):
@@ -438,7 +434,7 @@ class Speller(nn.Module):
 
 
 def speller() -> Call:
-    return _call(Speller(), torch.randint(0, 8_000, (64, 64)), torch.randint(0, 8_000, (64, 64)))
+    return call(Speller(), torch.randint(0, 8_000, (64, 64)), torch.randint(0, 8_000, (64, 64)))
 
 
 class Policy(nn.Module):
@@ -463,6 +459,6 @@ class Policy(nn.Module):
 
 
 def policy() -> Call:
-    return _call(
+    return call(
         Policy(), torch.randn(2048, 17), torch.randn(2048, 6), torch.randn(2048), torch.randn(2048), torch.randn(2048)
     )
