@@ -192,6 +192,18 @@ def test_a_window_does_not_compute_the_windows_behind_it(between: bool) -> None:
     assert launches[0].inputs == (Ref(x.id),), "what is not a window is computed where it is read"
 
 
+@pytest.mark.parametrize(("levels", "kernels"), [(2, 1), (4, 2)])
+def test_a_recursion_over_neighbours_is_not_computed_once_for_each_path(levels: int, kernels: int) -> None:
+    """B-splines of order three were: each level reads two elements of the one before."""
+    g = Sketch()
+    y = g.op("mul", g.input(torch.randn(64, 1)), g.input(torch.randn(40)))
+    for _ in range(levels):
+        n = y.spec.shape[1]  # type: ignore[union-attr]
+        left, right = (g.op("slice", y, 1, k, n - 1 + k, 1) for k in (0, 1))
+        y = g.op("add", g.op("div", left, g.input(torch.rand(n - 1) + 1)), g.op("div", right, g.input(torch.rand(n - 1) + 1)))
+    check(g, [y], kernels)
+
+
 @pytest.mark.parametrize("pieces", [2, 3])
 def test_a_window_joins_few_tensors(pieces: int) -> None:
     """Each of its elements would be asked of every one: the means of eight spiking steps took 1066 us."""

@@ -21,6 +21,9 @@ other reader: reading a value before a cast to a wider type is cheaper than behi
 READ_AGAIN = 4
 """How often an element may be recomputed rather than stored."""
 
+INLINE_WORK = 64
+"""The most vector instructions, with those of all that is computed there too, for which several readers recompute an element."""
+
 PIECES = 2
 """The most tensors that are joined inside of a window."""
 
@@ -109,7 +112,27 @@ class Flow:
         small = small or (self._is_permuted_once(op) and (_about(read, size) or self._reads_permuted(op)))
         if small and not tiny and (self._has_window(op) or _pieces(op) > PIECES) and self._is_read_by_window(op.out):
             return None  # each window would compute all of those behind it, and each of its elements ask for every piece
+        if small and not tiny and not self._has_one_user(op) and self._work(op) > INLINE_WORK:
+            return None
         return depth if small and depth <= INLINE_DEPTH else None
+
+    def _work(self, op: OpView) -> int:
+        """Return the vector instructions that recompute an element, up to INLINE_WORK: what is read behind several views (two
+        neighbours in a spline's recursion) is computed for each, also where those are read so in turn."""
+        total, todo, seen = 0, [(op, ())], set[tuple[int, tuple[int, ...]]]()
+        while todo and total <= INLINE_WORK:
+            found, views = todo.pop()
+            if (found.id, views) in seen:
+                continue
+            seen.add((found.id, views))
+            rule = self._rules[found.id][0]
+            if isinstance(rule, Map):
+                total += rule.cost
+            else:
+                views = (*views, found.id)
+            behind = (self.producer[v.id][0] for v in found.inputs() if v.id in self.producer)
+            todo += [(x, views) for x in behind if self.is_view(x) or self.is_inline(x)]
+        return total
 
     def _has_window(self, op: OpView) -> bool:
         """Whether an op, or one inlined in it, computes an element from several neighbours."""
