@@ -236,7 +236,15 @@ def _bias_gradient_apart(m: Match, c: Calls) -> None:
     b.call(op.target, *given, out=made[0], more=made[1:], op=op)
     b.replace(op, *made)
     rank = spec_of(op.arg("grad_output")).rank
-    b.append_op("sum", op.arg("grad_output"), (0, *range(2, rank)), out=op.outs[2])
+    b.append_op("sum", _before_zeros(op.arg("grad_output"), c), (0, *range(2, rank)), out=op.outs[2])
+
+
+def _before_zeros(grad: Value, c: Calls) -> Value:
+    """Return what a sum over images needs of a gradient: no zeros for what was cut off behind a causal convolution, which often lie
+    across the memory of the rest."""
+    while (made := c.graph.producer(grad)) is not None and made.op == "slice_backward" and made.arg("dim") not in (1, 1 - spec_of(grad).rank):
+        grad = made.arg("grad_output")
+    return grad
 
 
 def padded(x: Value, pads: Sequence[int], c: Calls) -> Ref:
