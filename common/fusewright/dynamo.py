@@ -73,6 +73,7 @@ def compile_dynamo(
     from fusewright.capture import capture, layouts, masks
     from fusewright.capture.tables import host_tables
     from fusewright.plan.execute import broken
+    from fusewright.rewrite import encoder_layers
 
     cls = registry.info(name).cls
     parsed = _parsed(cls, options, mode)
@@ -89,8 +90,10 @@ def compile_dynamo(
     comparison = pipeline.comparison(backend, parsed)
     if comparison is not None:
         broken.watch(name, comparison.may, example_inputs)
-    masks.simplify(gm, backend)
     claims = type(backend).supports is not Backend.supports  # one that claims nothing gives eager's bits
+    if claims:
+        encoder_layers.take_apart(gm)
+    masks.simplify(gm, backend)
     if claims and any(getattr(n.target, "__name__", n.target) == "cumprod" for n in gm.graph.nodes):
         from fusewright.capture import gradients
 
