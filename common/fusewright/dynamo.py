@@ -73,6 +73,7 @@ def compile_dynamo(
     from fusewright.capture import capture, layouts, masks
     from fusewright.capture.tables import host_tables
     from fusewright.plan.execute import broken
+    from fusewright.rewrite import encoder_layers
 
     cls = registry.info(name).cls
     parsed = _parsed(cls, options, mode)
@@ -89,8 +90,10 @@ def compile_dynamo(
     comparison = pipeline.comparison(backend, parsed)
     if comparison is not None:
         broken.watch(name, comparison.may, example_inputs)
-    masks.simplify(gm, backend)
     claims = type(backend).supports is not Backend.supports  # one that claims nothing gives eager's bits
+    if claims:
+        encoder_layers.take_apart(gm)
+    masks.simplify(gm, backend)
     if claims and any(getattr(n.target, "__name__", n.target) == "cumprod" for n in gm.graph.nodes):
         from fusewright.capture import gradients
 
@@ -172,13 +175,13 @@ def _parsed(cls: type[Backend] | None, options: Mapping[str, Any] | None, mode: 
 
 def _rules(cls: type[Backend]) -> set[str]:
     """All rule ids: the host's, those of the rows loaded with backends, and those that this backend adds."""
-    from fusewright.rewrite import branches, pairs, widen
+    from fusewright.rewrite import batches, branches, pairs, widen
     from fusewright.rewrite.loops import associative, filled, recurrence, repeated, unrolled
     from fusewright.rewrite.rules import RULES
     from fusewright.toolkit.region import pattern
 
     cls.lowers()  # imports the backend's tables, whose rows register their ids
-    passes = (m.ID for m in (associative, branches, filled, pairs, recurrence, repeated, widen))
+    passes = (m.ID for m in (associative, batches, branches, filled, pairs, recurrence, repeated, widen))
     host = {"cse", *passes, *(rule.id for rule in (*RULES, *unrolled.RULES))}
     return {*host, *pattern.RULES, *cls.rules}
 

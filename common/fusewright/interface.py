@@ -19,7 +19,7 @@ import torch
 
 from fusewright.sizes.expr import SizeExpr, symbol
 
-INTERFACE: tuple[int, int] = (1, 12)
+INTERFACE: tuple[int, int] = (1, 13)
 """(major, minor) of this interface. Minor versions only add members with defaults."""
 
 OPSET = 1
@@ -301,6 +301,9 @@ class DevicePolicy:
     branches: frozenset[torch.dtype] = frozenset()
     """Types in which convolutions of one input with constant weights that are added up become one in inference. Since interface
     1.11."""
+    batches: bool = False
+    """Whether a batched product of fp32, fp64 or complex matrices that lie between each other in memory is faster with copies of
+    them. Since interface 1.13."""
     eager: tuple[Any, ...] = ()
     """Conditions under which the device's eager is faster than a kernel (`fusewright.toolkit.fuse.eager.Condition`)."""
     flops_per_second: float = 2e11

@@ -66,6 +66,7 @@ CALLS = {
     "_unsafe_view": (c(X, [2, 6]),),
     "unsafe_split.Tensor": (c(X, 2, 1), c(X, 2, -1)),
     "unsafe_split_with_sizes": (c(X, [1, 3], 1),),
+    "squeeze": (c(t(1, 3, 1)), c(t(2, 3)), c(t(1, 1)), c(torch.ones(()))),
     "squeeze.dim": (c(t(1, 3), 0), c(t(1, 3), 1)),
     "swapaxes": (c(X, 0, 1),),
     "narrow": (c(X, 1, 1, 2), c(X, 0, -2, 1)),

@@ -68,6 +68,7 @@ CPU = DevicePolicy(
     arena=64,  # a cache line, and the widest vector
     workers=torch.get_num_threads,
     splits=Splits(),  # the defaults were fitted on a CPU
+    batches=True,  # 144 products of 4x32x32: 1.1 ms, with copies 0.33 (one thread of an EPYC, 2026-11-28)
     eager=EAGER,
     flops_per_second=2e11,
     bytes_per_second=2e10,

@@ -30,7 +30,7 @@ from fusewright.plan.inplace import copied_together, reduced_in_place, updated_i
 from fusewright.plan.replay.inference import DIVIDE
 from fusewright.plan.replay.pieces import PIECES
 from fusewright.plan.verify import FRAGMENT, PLACE, PLAN, Answer
-from fusewright.rewrite import branches, expand, pairs, widen
+from fusewright.rewrite import batches, branches, expand, pairs, widen
 from fusewright.rewrite.engine import Rewriter
 from fusewright.rewrite.loops import associative, filled, recurrence, unrolled
 from fusewright.rewrite.rules import RULES
@@ -70,6 +70,7 @@ JOIN_SCANS = Pass("joined_scans", "graph", GRAPH, associative.join, in_place)
 RECUR = Pass("recurrences", "graph", GRAPH, recurrence.recur, in_place)
 FILL = Pass("filled", "graph", GRAPH, filled.fill, in_place)
 ROLL = Pass("rolled", "graph", GRAPH, unrolled.roll, in_place)
+BATCHES = Pass("batches", "graph", GRAPH, batches.lay_out, in_place)
 EXPAND = Pass("expand", "graph", GRAPH, expand.on_claim, lambda args, expanded: expanded[:1])
 PARTITION = Pass("partition", "graph", REGION, partition, lambda args, found: found.regions)
 COMPILE = Pass("compile", "region", FRAGMENT, _compiled, _answers)
@@ -81,8 +82,8 @@ JOIN = Pass("copied_together", "plan", PLAN, copied_together)
 
 PASSES: tuple[tuple[str, str, tuple[Pass[Any, Any], ...]], ...] = (
     # ATen overloads become rows of the opset; exact rules; branches of convolutions; wider products; complex numbers as
-    # pairs; common subexpressions; scans, recurrences and loops; composites opened on claim
-    ("graph", "graph", (CANONICALIZE, REWRITE, BRANCHES, WIDEN, PAIRS, CSE, JOIN_SCANS, RECUR, FILL, ROLL, EXPAND)),
+    # pairs; common subexpressions; scans, recurrences and loops; matrices of batched products; composites opened on claim
+    ("graph", "graph", (CANONICALIZE, REWRITE, BRANCHES, WIDEN, PAIRS, CSE, JOIN_SCANS, RECUR, FILL, ROLL, BATCHES, EXPAND)),
     # claimed ops in convex groups; the backend's rewrite rows over a region; its calls and kernels for a region
     ("graph", "region", (PARTITION,)),
     ("region", "region", (claimed, rewrite)),

@@ -106,6 +106,11 @@ def _some_elements(a: Args) -> dict[str, Any] | None:
     return None if any(isinstance(s, int) and s == 0 for s in shape) else {**a}
 
 
+def _all_dims(a: Args) -> dict[str, Any] | None:
+    shape = getattr(_traced(a["self"]), "shape", None)
+    return None if shape is None else {**a, "dim": list(range(len(shape)))}
+
+
 def _is_floating(x: Any) -> bool:
     """Whether a tensor, or an fx node with traced metadata, is known to be floating-point."""
     dtype = getattr(_traced(x), "dtype", None)
@@ -169,6 +174,7 @@ ALIASES: tuple[Alias, ...] = (
     alias("_unsafe_view", "reshape", lambda a: {"self": a["self"], "shape": a["size"]}),
     alias("unsafe_split.Tensor", "split"),
     alias("unsafe_split_with_sizes", "split_with_sizes"),
+    alias("squeeze", "squeeze", _all_dims),
     alias("squeeze.dim", "squeeze", _one_dim),
     alias("swapaxes", "transpose", lambda a: {"self": a["self"], "dim0": a["axis0"], "dim1": a["axis1"]}),
     alias("narrow", "slice",

@@ -1,15 +1,17 @@
 """Complex numbers as pairs of real ones, for which kernels have types: products (rotary embeddings by `view_as_complex`), sums,
-conjugates, magnitudes and what is around Fourier transforms. What else reads complex numbers gets a view of the pairs."""
+conjugates, magnitudes, what moves or sums them, and what is around Fourier transforms. What else reads complex numbers gets a view
+of the pairs."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.fx import Graph, Node
+from torch.fx.node import map_arg
 
 from fusewright import _torch_compat as compat
 from fusewright import ops
@@ -22,6 +24,16 @@ from fusewright.storage import lazy
 CONJ = "aten._conj.default"
 ID = "complex.pairs"
 """The rule's id in reports, and for `disable_rules`."""
+
+MOVES = (
+    "cat", "copy", "flip", "mean", "select_backward", "select_scatter", "slice_backward", "slice_scatter", "stack", "sum",
+)  # fmt: skip
+"""Rows that treat a real and an imaginary part alike."""
+
+VIEWS = ("expand", "permute", "select", "slice", "transpose", "unsqueeze", "view")
+
+NEW_DIM = ("select_backward", "stack", "unsqueeze")
+"""Rows whose `dim` is one of the result, which has one more than the operand."""
 
 Parts = tuple[Any, Any]
 """Real and imaginary part: nodes, or numbers."""
@@ -41,6 +53,17 @@ def split(graph: Graph, log: RuleLog) -> None:
 def _is_complex(node: Any) -> bool:
     val = value_of(node) if isinstance(node, Node) else None
     return isinstance(val, torch.Tensor) and val.is_complex()
+
+
+def _behind(x: Node, views: Sequence[str]) -> Node:
+    """What a node is views of."""
+    while READER.name(x) in views and isinstance(x.args[0], Node):
+        x = x.args[0]
+    return x
+
+
+Rule: TypeAlias = "Callable[[_Pairs, Node], Parts | Node | None]"
+"""Makes the parts of a node, its pair (of a complex node), or its real result. None leaves it as it is."""
 
 
 @dataclass
@@ -69,20 +92,27 @@ class _Pairs:
         plain = all(n in self.parts or not lazy(value_of(n)) for n in given) and not compat.is_wrapper(value_of(node))
         return plain and any(map(_is_complex, (node, *given))) and bool(node.kwargs.get("alpha", 1) == 1)
 
-    def _made(self, node: Node, make: Callable[[_Pairs, Node], Parts | Node | None]) -> Node | None:
+    def _made(self, node: Node, make: Rule) -> Node | None:
         found = make(self, node)
+        if found is None:
+            return None
         if not isinstance(found, tuple):
-            return self._in_order(found, node) if found is not None else None
+            return (self._joined if _is_complex(node) else self._in_order)(found, node)
         self.parts[node] = found
         if READER.name(node) == CONJ or lazy(value_of(node)):
             return None  # other readers see the view, which costs nothing, and its memory is that of the operand
-        pair = self._in_order(self.call("stack", (list(found), -1)), node)
-        made = None if pair is None else self.call("view_as_complex", (pair,))
-        if made is None or not _alike(value_of(made), value_of(node)):
+        made = self._joined(self.call("stack", (list(found), -1)), node)
+        if made is None:
             del self.parts[node]
             return None
         self.parts[made] = found
         return made
+
+    def _joined(self, pair: Node, node: Node) -> Node | None:
+        """The complex numbers of a pair, laid out as `node`."""
+        ordered = self._in_order(pair, node)
+        made = None if ordered is None else self.call("view_as_complex", (ordered,))
+        return made if made is not None and _alike(value_of(made), value_of(node)) else None
 
     def _in_order(self, made: Node, node: Node) -> Node | None:
         """Give a result the strides of the original, where that is a matter of order."""
@@ -111,18 +141,50 @@ class _Pairs:
 
     def _parts(self, x: Node) -> Parts:
         if x not in self.parts:
-            pair = x.args[0] if READER.name(x) == "view_as_complex" else self.call("view_as_real", (self._in_memory(x),))
-            self.parts[x] = tuple(self.call("select", (pair, -1, k)) for k in (0, 1))  # type: ignore[assignment]
+            self.parts[x] = tuple(self.call("select", (self.pair(x), -1, k)) for k in (0, 1))  # type: ignore[assignment]
         return self.parts[x]
+
+    def pair(self, x: Node) -> Any:
+        """A complex tensor with its parts as the last dim. Views of what is written as a pair are views of the pair: kernels see
+        through them."""
+        if READER.name(x) == "view_as_complex":
+            return x.args[0]
+        if lazy(value_of(x)):
+            return self.call("stack", (list(self.parts[x]), -1))
+        return self.moved(x) if self._of_pair(x) else self.call("view_as_real", (self._in_memory(x),))
+
+    def _of_pair(self, x: Node) -> bool:
+        return READER.name(_behind(x, VIEWS)) == "view_as_complex"
 
     def _in_memory(self, x: Node) -> Node:
         """Resolve what an operator outside the opset returns: on GPUs, an SVD's is a lazy conjugate, which is not traced as one."""
-        source = x.args[0] if x.target is operator.getitem else x
-        if source.op != "call_function" or ops.find(source.target) is not None:  # type: ignore[union-attr]
+        source = _behind(x, (*VIEWS, "alias", "reshape", "squeeze", "t"))
+        source = source.args[0] if source.target is operator.getitem else source  # type: ignore[assignment]
+        if source.op != "call_function" or ops.find(source.target) is not None:
             return x
         resolved = self.r.graph.call_function(torch.ops.aten.resolve_conj.default, (x,))
         resolved.meta.update(x.meta)
         return resolved
+
+    def moved(self, node: Node) -> Node:
+        """A call of complex tensors, made of their pairs: dims count from the left."""
+        row = ops.find(node.target)
+        assert row is not None
+        given = row.bind(node.args, node.kwargs)
+        rank = value_of(node.all_input_nodes[0]).dim()
+        args = tuple(self._argument(row.name, name, arg, rank) for name, arg in zip(given, node.args, strict=False))
+        return self.call(row.name, args, **{name: self._argument(row.name, name, arg, rank) for name, arg in node.kwargs.items()})
+
+    def _argument(self, row: str, name: str, arg: Any, rank: int) -> Any:
+        match name:
+            case "dim" | "dims" | "dim0" | "dim1":
+                found = _from_left(arg, rank + (row in NEW_DIM))
+                return [*found, rank] if row == "permute" else found
+            case "size" | "input_sizes":
+                return [*arg, 2]
+            case "dtype":
+                return None
+        return map_arg(arg, self.pair)
 
     def _cast(self, x: Any, dtype: torch.dtype) -> Any:
         return self.call("cast", (x,), dtype=dtype) if isinstance(x, Node) and value_of(x).dtype != dtype else x
@@ -181,9 +243,10 @@ def _conj(c: _Pairs, node: Node) -> Parts:
     return real, c.call("neg", (imag,))
 
 
-def _same(c: _Pairs, node: Node) -> Parts | None:
-    """A copy of what is known as parts."""
-    return c.of(node.args[0], node) if node.args[0] in c.parts else None
+def _copied(c: _Pairs, node: Node) -> Parts | Node:
+    """A copy of what is known as parts, or of their pair: kernels copy transposed tensors faster."""
+    (x, *_) = node.args
+    return c.of(x, node) if x in c.parts else c.call("clone", (c.pair(x),), memory_format=torch.contiguous_format)  # type: ignore[arg-type]
 
 
 def _complex(c: _Pairs, node: Node) -> Parts | None:
@@ -242,11 +305,53 @@ def _as_real(c: _Pairs, node: Node) -> Node | None:
     return pair if isinstance(pair, Node) and node not in c.r.returned and _alike(value_of(pair), value_of(node)) else None
 
 
-RULES: dict[str, Callable[[_Pairs, Node], Parts | Node | None]] = {
-    "mul": _mul, "add": _sum(1), "sub": _sum(-1), "neg": _neg, CONJ: _conj, "clone": _same,
+def _moved(c: _Pairs, node: Node) -> Node | None:
+    """What moves numbers, or sums them, does so with pairs."""
+    like, wanted = _alike_operands(node), node.kwargs.get("dtype")
+    return None if like is None or wanted not in (None, like.dtype) else c.moved(node)
+
+
+def _alike_operands(node: Node) -> torch.Tensor | None:
+    """The first operand of a call whose operands all have dims and are complex numbers of the result's type. Others are rare:
+    what is cast while it moves, and empty ones that a cat skips."""
+    vals = [value_of(n) for n in node.all_input_nodes]
+    ranks = {v.dim() for v in vals} if READER.name(node) == "cat" else {1}
+    alike = all(v.dtype == value_of(node).dtype for v in vals)
+    return vals[0] if alike and len(ranks) == 1 and vals[0].dim() else None
+
+
+def _from_left(dims: Any, rank: int) -> Any:
+    """Dims without those that count from the right; all for none."""
+    return dims % rank if isinstance(dims, int) else [d % rank for d in dims or range(rank)]
+
+
+def _rolled(c: _Pairs, node: Node) -> Node | None:
+    """Without dims, eager rolls what is flattened."""
+    return _moved(c, node) if node.args[2:] and node.args[2] else None
+
+
+def _full(c: _Pairs, node: Node) -> Parts | Node | None:
+    size, number, *rest = node.args
+    if isinstance(number, Node):
+        return None
+    kwargs = {**node.kwargs, "dtype": value_of(node).dtype.to_real()}
+    real, imag = complex(number).real, complex(number).imag  # type: ignore[arg-type]
+    if real == imag:
+        return c.call("full", ([*size, 2], real, *rest), **kwargs)  # type: ignore[misc]
+    return c.call("full", (size, real, *rest), **kwargs), c.call("full", (size, imag, *rest), **kwargs)
+
+
+def _padded(c: _Pairs, node: Node) -> Node | None:
+    x, pad, number = node.args
+    return c.call("constant_pad_nd", (c.pair(x), [0, 0, *pad], 0.0)) if number == 0 else None  # type: ignore[misc,arg-type]
+
+
+RULES: dict[str, Rule] = {
+    "mul": _mul, "add": _sum(1), "sub": _sum(-1), "neg": _neg, CONJ: _conj, "clone": _copied,
     "aten.complex.default": _complex, "aten.polar.default": _polar, "exp": _exp, "sgn": _sgn, "cast": _cast,
-    "abs": _abs, "aten.angle.default": _angle, "view_as_real": _as_real,
+    "abs": _abs, "aten.angle.default": _angle, "view_as_real": _as_real, "full": _full, "constant_pad_nd": _padded, "roll": _rolled,
+    **dict.fromkeys(MOVES, _moved),
 }  # fmt: skip
-"""Row, or operator without a row -> its parts, or its real result."""
+"""Row, or operator without a row -> how it is computed."""
 
 assert all("." in name or name in ops.OPS for name in RULES)

@@ -13,6 +13,7 @@ from fusewright.graph.retrace import contiguous_like
 from fusewright.graph.spec import value_of
 from fusewright.graph.view import is_projection
 from fusewright.rewrite.engine import ANY, READER, Env, Rewriter, Rule, p
+from fusewright.rewrite.loops.filled import copied, copies_into_piece
 from fusewright.storage import lazy
 
 
@@ -183,6 +184,13 @@ def _scattered_into(r: Rewriter, node: Node, env: Env) -> Node | None:
 _SCATTERS = ("select_scatter", "slice_scatter")
 
 
+def _replaces(r: Rewriter, node: Node, env: Env) -> Node | None:
+    """Of the place that a copy is for, only type and shape matter; its strides do too where somebody sees the copy itself."""
+    if not copies_into_piece(node) or r.has_writes or not isinstance(env["x"], Node) or lazy(value_of(env["x"])):
+        return None
+    return copied(r, node)
+
+
 def _no_padding(r: Rewriter, node: Node, env: Env) -> Node | None:
     return _needless_copy(r, node, env) if not any(isinstance(n, Node) or n for n in env["pad"]) else None
 
@@ -214,6 +222,7 @@ RULES: tuple[Rule, ...] = (
         "empty.scattered", p(("new_empty", "new_empty_strided"), "x"), _scattered_into,
         "slice_scatter(new_empty(y), x) = slice_scatter(full(0), x)",
     ),
+    Rule("copy.piece", p("copy", ANY, "x"), _replaces, "slice_scatter(y, copy(z, x)) = slice_scatter(y, x)"),
     Rule("mul.one", p("mul", "x", "one"), _times_one, "x * 1 = x"),
     Rule("div.one", p("div", "x", "one"), _times_one, "x / 1 = x"),
     Rule("cast.same", p("cast", "x"), _needless_copy, "cast(x, x.dtype) = x"),

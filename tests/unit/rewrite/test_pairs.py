@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from fusewright import registry
 from fusewright.report import recording
@@ -52,6 +53,33 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
     "filtered": (lambda x, w: torch.fft.irfft2(torch.fft.rfft2(x.relu()) * w).tanh(), (torch.randn(2, 8, 8), _c(8, 5))),
     "windows": (lambda x: torch.view_as_real(x.unfold(-1, 2, 1) * 2), (_c(5, 6),)),
     "twice": (lambda x: (y := x * x, y[0].abs(), torch.view_as_real(y)), (_c(3, 4),)),
+}
+
+
+def modes(x: Tensor, w: Tensor) -> Tensor:
+    """As a Fourier neural operator: the lowest and highest frequencies are mixed, all others are zeros."""
+    f = torch.fft.rfft2(x)
+    out = torch.zeros(*f.shape[:1], w.shape[1], *f.shape[2:], dtype=f.dtype)
+    for rows in (slice(2), slice(-2, None)):
+        out[:, :, rows, :3] = torch.einsum("bixy,ioxy->boxy", f[:, :, rows, :3], w)
+    return torch.fft.irfft2(out)
+
+
+def _filled(x: Tensor) -> tuple[Tensor, ...]:
+    out = torch.full((4, 3), 1 + 2j)
+    out[1] = x[0] * 2
+    out[:, -1:] = 1
+    return out, out.t()[0] * x[:, 0]
+
+
+CALLS |= {
+    "modes": (modes, (torch.randn(2, 3, 8, 8), _c(3, 4, 2, 3))),
+    "filled": (_filled, (_c(4, 3),)),
+    "joined": (lambda x, y: (torch.cat([x * 2, y], -1), torch.stack([x, y], -1), torch.cat([x, x.real])), (_c(3, 4), _c(3, 4))),
+    "moved": (lambda x: (x.flip(-1), x.roll(1, -1), x.roll(2), F.pad(x, (1, 2)), F.pad(x, (1, 2), value=1.0)), (_c(3, 4),)),
+    "copied": (lambda x: (x.t().contiguous(), x.t().clone(), x[:, :1].clone()), (_c(3, 4),)),
+    "added_up": (lambda x: (x.sum(-1) * 2, x.sum(), (x * x).sum((0, -1), True), x.mean(1), x.sum(0, dtype=C128)), (_c(3, 4, 5),)),
+    "views": (lambda x: (y := x * 2, y.t()[None, 1:].expand(2, -1, -1).conj() * x.t()[1:], y.flatten() + 1)[1:], (_c(3, 4),)),
 }
 BACKENDS: dict[str, dict[str, Any]] = {"x86_onednn": {}, "nvidia_triton": {"simulate": True}}
 
@@ -141,6 +169,14 @@ def test_gradients_of_conjugates_are_in_memory_or_not(of: str, lazy: bool) -> No
     (made,) = torch.autograd.grad(torch.compile(fn, backend="x86_onednn", options=_options("x86_onednn"))(x), x, given)
     (want,) = torch.autograd.grad(fn(x), x, given)
     torch.testing.assert_close(made, want)
+
+
+def test_only_transforms_and_products_of_complex_numbers_are_eagers() -> None:
+    with torch.no_grad(), recording(keep=True) as reports:
+        torch.compile(modes, backend="x86_onednn", options=_options("x86_onednn"))(*CALLS["modes"][1])
+    (report,) = reports
+    not_lowered = {o.op for o in report.ops if o.where in ("eager", "carried")}
+    assert not_lowered == {"aten._fft_r2c.default", "aten._fft_c2r.default", "bmm"}
 
 
 @pytest.mark.parametrize("off", [False, True])

@@ -92,6 +92,13 @@ REWRITES: dict[str, tuple[str, str]] = {
         "%1: f32[2,3] = full([2, 3], 0, dtype=torch.float32, layout=torch.strided, device=cpu, pin_memory=False)\n"
         "%2: f32[2,3] = slice_scatter(%1, %0, 1, 0, 2, 1)\nreturn [%2]\n",
     ),
+    "copy.piece": (
+        X + "%1: f16[1,2] = input('y')\n%2: f32[2,2]{3,1} = slice(%0, 1, 0, 2, 1)\n%3: f32[2,2]{3,1} = copy(%2, %1, False)\n"
+        "%4: f32[2,3] = slice_scatter(%0, %3, 1, 0, 2, 1)\nreturn [%4]\n",
+        X + "%1: f16[1,2] = input('y')\n%2: f32[1,2] = cast(%1, dtype=torch.float32)\n"
+        "%3: f32[2,2]{0,1} = expand(%2, [2, 2])\n"
+        "%4: f32[2,3] = slice_scatter(%0, %3, 1, 0, 2, 1)\nreturn [%4]\n",
+    ),
     "mul.one": (
         X + "%1: f32[2,3] = mul(%0, 1)\n%2: f32[2,3] = relu(%1)\nreturn [%2]\n",
         X + "%1: f32[2,3] = relu(%0)\nreturn [%1]\n",
@@ -169,6 +176,16 @@ KEPT: dict[str, list[str]] = {
         "%0: f32[2,3] = input('x')\n"
         "%1: f32[2,3] = new_empty(%0, [2, 3], dtype=torch.float32, layout=torch.strided, device=cpu, pin_memory=False)\n"
         "%2: f32[2,3] = slice_scatter(%0, %1, 1, 0, 3, 1)\nreturn [%2, %1]\n",
+    ],
+    "copy.piece": [
+        # its strides are seen
+        X + "%1: f32[3,2]{1,3} = t(%0)\n%2: f32[3,2]{1,3} = copy(%1, %1, False)\nreturn [%2]\n",
+        # what is replaced
+        X + "%1: f32[3] = input('y')\n%2: f32[2,3] = copy(%0, %1, False)\n%3: f32[2,3] = select_scatter(%2, %1, 0, 1)\n"
+        "return [%3]\n",
+        # another value by then
+        X + "%1: f32[3] = input('y')\n%2: f32[3] = select(%0, 0, 1)\n%3: f32[3] = copy(%2, %1, False)\n"
+        "%4: f32[3] = aten.add_.Tensor(%1, 1)\n%5: f32[2,3] = select_scatter(%0, %3, 0, 1)\nreturn [%5]\n",
     ],
     "mul.one": [
         X + "%1: f32[2,3] = mul(%0, 1)\nreturn [%1]\n",  # an output of its own
