@@ -157,10 +157,12 @@ class _Pairs:
         return READER.name(_behind(x, VIEWS)) == "view_as_complex"
 
     def _in_memory(self, x: Node) -> Node:
-        """Resolve what an operator outside the opset returns: on GPUs, an SVD's is a lazy conjugate, which is not traced as one."""
+        """Resolve what an operator outside the opset returns, but for Fourier transforms: on GPUs, an SVD's is a lazy conjugate, which
+        is not traced as one."""
         source = _behind(x, (*VIEWS, "alias", "reshape", "squeeze", "t"))
         source = source.args[0] if source.target is operator.getitem else source  # type: ignore[assignment]
-        if source.op != "call_function" or ops.find(source.target) is not None:
+        made = source.op == "call_function" and ops.find(source.target) is None
+        if not made or str(source.target).startswith("aten._fft"):
             return x
         resolved = self.r.graph.call_function(torch.ops.aten.resolve_conj.default, (x,))
         resolved.meta.update(x.meta)
