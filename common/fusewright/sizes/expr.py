@@ -319,6 +319,15 @@ def _replaced(atom: Atom, given: Callable[[Atom], Extent | None]) -> Extent:
     return apply(atom.function, *(substitute(a, given) if isinstance(a, SizeExpr) else a for a in atom.args))
 
 
+def solve(e: SizeExpr, value: SizeExpr) -> tuple[Atom, Extent] | None:
+    """The single atom of `c * atom + d`, and what it is where the whole is `value`: of `n - 2` and `n // 2 + 1`, for instance. None
+    for other formulas."""
+    *constant, (monomial, c) = e.terms  # a constant comes first
+    if len(monomial) != 1 or c < 1 or [m for m, _ in constant] not in ([], [()]):
+        return None
+    return monomial[0], apply("FloorDiv", value - sum(d for _, d in constant), c)
+
+
 def with_values(e: Extent, ids: Mapping[int, int] | Sequence[int]) -> Extent:
     """`e` with the ids of its values replaced; `ids` must contain all of them."""
 

@@ -361,3 +361,19 @@ def test_a_bias_without_dense_rows_is_copied_ahead(ours: bool, monkeypatch: pyte
         torch.testing.assert_close(torch.compile(m, backend="x86_onednn")(q), m(q))
     ahead, _, run = graphs[0].texts["plan"].partition("def run(")
     assert ahead.count("clone") == 1 and "clone" not in run and run.count("kernel_") == (2 if ours else 0)
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+def test_kernels_follow_a_convolution_of_symbolic_sizes(stride: int) -> None:
+    """No tensor has the size of the image behind it: it follows from the size of the result."""
+    conv = torch.nn.Conv2d(3, 8, 5, stride)
+    fn = lambda x: (conv(x).relu() * 2).sigmoid()  # noqa: E731
+    options = {"cache": False, "never_slower": False, "strict": True}
+    compiled = torch.compile(fn, backend="x86_onednn", dynamic=True, options=options)
+    with torch.no_grad(), report.recording() as reports:
+        for rows, size in ((2, 30), (3, 17), (2, 8)):
+            x = torch.randn(rows, 3, size, size)
+            torch.testing.assert_close(compiled(x), fn(x))
+    (only,) = reports
+    assert only.count("carried") == 0
+    assert {o.op for o in only.ops if o.where == "eager"} == {"conv"}

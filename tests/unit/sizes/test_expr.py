@@ -27,6 +27,7 @@ from fusewright.sizes.expr import (
     evaluate,
     leaves,
     names,
+    solve,
     substitute,
     symbol,
     values,
@@ -200,3 +201,21 @@ def test_nests_without_end_are_refused() -> None:
 def test_a_call_that_is_none_cannot_be_read() -> None:
     with pytest.raises(KeyError):
         str(evaluate(symbol(Apply("exec", (1,))), {}))
+
+
+@pytest.mark.parametrize("n", [3, 8, 9])
+def test_the_atom_of_a_formula_follows_from_its_value(n: int) -> None:
+    x, whole = symbol("x"), symbol(SizeOf(0, 1))
+    for made in (x, x + 5, 3 * x - 2, apply("FloorDiv", x - 3, 2) + 1, 2 * apply("FloorDiv", x, 2)):
+        assert isinstance(made, SizeExpr)
+        found = solve(made, whole)
+        assert found is not None
+        atom, value = found
+        assert evaluate(value, {SizeOf(0, 1): evaluate(made, {"x": n})}) == evaluate(symbol(atom), {"x": n})
+
+
+def test_other_formulas_have_no_solution() -> None:
+    x, y = symbol("x"), symbol("y")
+    for made in (x * x, x + y, x * y + 1, 2 - x, x * x + x):
+        assert isinstance(made, SizeExpr)
+        assert solve(made, symbol(SizeOf(0, 0))) is None

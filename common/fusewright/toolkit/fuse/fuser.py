@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from fusewright.interface import CompileContext, DevicePolicy, Dim, Fragment, OpView, Region, TensorSpec, Value
 from fusewright.plan.ir import Instruction, Launch, Ref, reads
 from fusewright.plan.order import topological
-from fusewright.sizes.expr import Atom, Extent, NumberOf, SizeOf, substitute, symbol
+from fusewright.sizes.expr import Atom, Extent, NumberOf, SizeOf, solve, substitute, symbol
 from fusewright.toolkit.fuse.build import Built, Root, Unit, build_group, in_steps, loop_order, units_of
 from fusewright.toolkit.fuse.call import LibraryCall
 from fusewright.toolkit.fuse.eager import Alone, Condition, faster
@@ -358,6 +358,7 @@ class _Sizes:
     def __init__(self, region: Region) -> None:
         self._specs: dict[int, TensorSpec] = {}
         self._known: dict[Atom, Extent] = {}
+        self._solved: dict[Atom, Extent] = {}
         for v in region.inputs:
             if v.spec is None and v.dim is not None and v.dim.expr.atom is not None:
                 self._known.setdefault(v.dim.expr.atom, symbol(NumberOf(v.id)))
@@ -365,18 +366,18 @@ class _Sizes:
             if v.spec is not None:
                 self._specs[v.id] = v.spec
         for v in region.inputs:
-            for atom, source in _dims(v.id, v.spec):
-                self._known.setdefault(atom, source)
+            _read_dims(v.id, v.spec, self._known, self._solved)
 
     def source(self, size: Extent, inputs: Iterable[int], ops: Sequence[OpView]) -> Extent:
-        """The run-time source of a size of a launch: a dim of its own inputs if possible, else of the region's."""
+        """The run-time source of a size of a launch: a dim of its own inputs if possible, else of the region's. What no dim is by
+        itself follows from one that it determines."""
         own: dict[Atom, Extent] = {}
+        solved: dict[Atom, Extent] = {}
         for i in inputs:
-            for atom, source in _dims(i, self._specs.get(i)):
-                own.setdefault(atom, source)
+            _read_dims(i, self._specs.get(i), own, solved)
 
         def read(atom: Atom) -> Extent | None:
-            found = own.get(atom) or self._known.get(atom)
+            found = next((k[atom] for k in (own, self._known, solved, self._solved) if atom in k), None)
             if found is None and isinstance(atom, str):
                 raise Unplaceable(ops, f"no tensor has the size {atom}")
             return found
@@ -384,11 +385,12 @@ class _Sizes:
         return substitute(size, read)
 
 
-def _dims(value: int, spec: TensorSpec | None) -> Iterator[tuple[Atom, Extent]]:
-    """Yield the size symbols that a tensor's shape determines, with their source."""
+def _read_dims(value: int, spec: TensorSpec | None, known: dict[Atom, Extent], solved: dict[Atom, Extent]) -> None:
+    """Add the size symbols that a tensor's shape determines, with their source: those that are a dim, and others."""
     for d, s in enumerate(spec.shape if spec is not None else ()):
-        if isinstance(s, Dim) and s.expr.atom is not None:
-            yield s.expr.atom, symbol(SizeOf(value, d))
+        found = solve(s.expr, symbol(SizeOf(value, d))) if isinstance(s, Dim) else None
+        if found is not None:
+            (known if s.expr.atom is not None else solved).setdefault(*found)  # type: ignore[union-attr]
 
 
 def _ordered(items: list[_Item]) -> tuple[Instruction, ...]:
