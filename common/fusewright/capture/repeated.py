@@ -82,7 +82,7 @@ BODIES: WeakValueDictionary[int, Body] = WeakValueDictionary()
 def _differentiable(v: Any) -> bool:
     if isinstance(v, tuple | list):
         return any(map(_differentiable, v))
-    return isinstance(v, torch.Tensor) and v.is_floating_point()
+    return isinstance(v, torch.Tensor) and (v.is_floating_point() or v.is_complex())
 
 
 # ---- the operators, as autograd and tracing see them
