@@ -17,9 +17,11 @@ from weakref import WeakValueDictionary
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from fusewright import _torch_compat as compat
 from fusewright.graph.effects import drop_dead_code
 from fusewright.graph.retrace import downstream, fake_like, infer, same_kind, viewable
 from fusewright.graph.spec import value_of
+from fusewright.storage import lazy
 
 aten = torch.ops.aten
 
@@ -82,7 +84,7 @@ BODIES: WeakValueDictionary[int, Body] = WeakValueDictionary()
 def _differentiable(v: Any) -> bool:
     if isinstance(v, tuple | list):
         return any(map(_differentiable, v))
-    return isinstance(v, torch.Tensor) and v.is_floating_point()
+    return isinstance(v, torch.Tensor) and (v.is_floating_point() or v.is_complex())
 
 
 # ---- the operators, as autograd and tracing see them
@@ -392,11 +394,15 @@ def _key(n: Node, of: Any) -> Any:
 def _kind(val: Any) -> Any:
     if isinstance(val, tuple | list):
         return tuple(map(_kind, val))
-    return (val.dtype, val.device, tuple(val.shape), tuple(val.stride())) if isinstance(val, torch.Tensor) else val
+    if not isinstance(val, torch.Tensor):
+        return val
+    return val.dtype, val.device, tuple(val.shape), tuple(val.stride()), lazy(val)
 
 
 def _fresh(val: Any) -> Any:
     if isinstance(val, tuple | list):
         return type(val)(map(_fresh, val)) if type(val) in (tuple, list) else tuple(map(_fresh, val))
-    return fake_like(val) if isinstance(val, torch.Tensor) else val
+    if not isinstance(val, torch.Tensor):
+        return val
+    return compat.lazy_view(fake_like(val), state) if (state := lazy(val)) else fake_like(val)
 

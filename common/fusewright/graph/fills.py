@@ -157,14 +157,23 @@ def _promotes_alike(x: Node, scalar: Node, number: bool | int | float) -> bool:
     return torch.iinfo(dtype).min <= number <= torch.iinfo(dtype).max
 
 
+_NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
+"""The types of numbers that operators take for tensors: all of their digits are kept."""
+
+
 def number_fills(graph: Graph) -> None:
-    """Rewrite `_to_copy(2, dtype=...)`, as torch.func's vmap emits for a number, to take a 0-dim tensor."""
+    """Rewrite `_to_copy(2, dtype=...)`, as torch.func's vmap emits for a number, to take a 0-dim tensor; `_conj(0.8j)`, as the
+    gradient of a complex product has, to be one, which is traced without the mark of a conjugate that eager's has."""
     for node in list(graph.nodes):
         val = node.meta.get("val")
         if node.op != "call_function" or not compat.is_overload(node.target) or not isinstance(val, torch.Tensor):
             continue
         if not any(isinstance(n.meta.get("val"), torch.Tensor | tuple | list) for n in node.all_input_nodes):
             formals = node.target._schema.arguments
+            if node.target is torch.ops.aten._conj.default and isinstance(node.args[0], complex):
+                node.replace_all_uses_with(_filled(graph, node, formals[0], node.args[0].conjugate()))
+                graph.erase_node(node)
+                continue
             node.args = tuple(_filled(graph, node, f, a) for f, a in zip(formals, node.args, strict=False))
 
 
@@ -172,7 +181,7 @@ def _filled(graph: Graph, node: Node, formal: Any, given: Any) -> Any:
     if str(formal.type) != "Tensor" or not isinstance(given, bool | int | float | complex):
         return given
     val = node.meta["val"]
-    options: dict[str, Any] = {"dtype": torch.tensor(given).dtype, "device": torch.device(HOST), "pin_memory": False}
+    options: dict[str, Any] = {"dtype": _NUMBERS[type(given)], "device": torch.device(HOST), "pin_memory": False}
     with graph.inserting_before(node):
         full = graph.call_function(torch.ops.aten.full.default, ([], given), options)
     with compat.fake_mode_of(val):

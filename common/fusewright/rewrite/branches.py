@@ -66,7 +66,7 @@ def _adds(node: Any) -> bool:
         return False
     call = _call(node)
     first, other = call["self"], call["other"]
-    tensors = [value_of(x) for x in (node, first, other) if not isinstance(x, int | float)]
+    tensors = [value_of(x) for x in (node, first, other) if isinstance(x, Node)]  # numbers may be complex
     if call["alpha"] != 1 or not all(isinstance(t, torch.Tensor) for t in tensors):  # a size may be added, too
         return False
     return all(alike(t, tensors[0]) for t in tensors)

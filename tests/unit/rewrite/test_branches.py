@@ -166,3 +166,11 @@ def test_sums_with_sizes_are_no_branches() -> None:
         for n in (3, 5):
             x = torch.randn(n, 4)
             torch.testing.assert_close(f(x), x + n)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_sums_with_complex_numbers_are_no_branches() -> None:
+    x = torch.randn(3)
+    with torch.no_grad():
+        got = torch.compile(lambda x: (x + 2j, 1 - 2j + x.long()), backend="x86_onednn")(x)
+        torch.testing.assert_close(got, (x + 2j, 1 - 2j + x.long()))

@@ -155,6 +155,34 @@ def test_gradients_are_eagers(backend: str) -> None:
         assert _error(got, true) <= 2 * _error(want, true) + 1e-6 * true.abs().max().item()
 
 
+def test_gradients_keep_the_digits_of_numbers() -> None:
+    def fn(x: Tensor) -> Tensor:
+        return x * 0.8j
+
+    x = _c(3, 4, dtype=C128).requires_grad_()
+    compiled = torch.compile(fn, backend="x86_onednn", options=_options("x86_onednn"))
+    made, want = (torch.autograd.grad(f(x).abs().sum(), x)[0] for f in (compiled, fn))
+    torch.testing.assert_close(made, want, rtol=1e-14, atol=1e-14)
+
+
+def test_steps_that_are_traced_as_one_keep_conjugates_lazy() -> None:
+    """Their gradients read what the forward graph saved as lazy views."""
+
+    def fn(x: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+        h, g, out = z * 1, x[0] * 1, []
+        for t in range(12):
+            turned = h * torch.exp(1j * x[t]) + x[t] * (-0.3 + 0.1j)
+            g = g * 0.5 + h.abs()
+            h = turned
+            out.append(h.imag * x[t])
+        return torch.stack(out), h
+
+    given = torch.randn(12, 4, dtype=torch.float64).requires_grad_(), _c(4, dtype=C128).requires_grad_()
+    compiled = torch.compile(fn, backend="x86_onednn", options=_options("x86_onednn"))
+    made, want = (torch.autograd.grad(torch.view_as_real(f(*given)[1]).sum(), given) for f in (compiled, fn))
+    torch.testing.assert_close(made, want)
+
+
 @pytest.mark.parametrize("lazy", [False, True])
 @pytest.mark.parametrize("of", ["product", "parts"])
 def test_gradients_of_conjugates_are_in_memory_or_not(of: str, lazy: bool) -> None:

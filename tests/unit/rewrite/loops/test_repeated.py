@@ -129,6 +129,15 @@ def _expanded(x: Tensor, w: Tensor, b: Tensor, m: Tensor) -> Tensor:
     return h
 
 
+def _complex(x: Tensor, w: Tensor, b: Tensor, m: Tensor) -> Tensor:
+    """The state reaches the result through complex numbers alone."""
+    h, out = torch.zeros(BATCH, WIDTH, dtype=torch.complex128), []
+    for t in range(STEPS):
+        h = h * (0.5 + 0.2j) + x[:, t] * b
+        out.append(h)
+    return torch.stack(out).abs()
+
+
 def _masked(x: Tensor, w: Tensor, b: Tensor, m: Tensor) -> Tensor:
     h, kept = x.new_zeros(BATCH, WIDTH), x > 0
     for t in range(STEPS):
@@ -143,7 +152,10 @@ def _ode(x: Tensor, w: Tensor, b: Tensor, m: Tensor) -> Tensor:
     return h
 
 
-@pytest.mark.parametrize("fn", [_rnn, _softmax, _last, _norm, _delta, _memory, _gates, _middle, _expanded, _masked, _ode])
+ALIKE = [_rnn, _softmax, _last, _norm, _delta, _memory, _gates, _middle, _expanded, _complex, _masked, _ode]
+
+
+@pytest.mark.parametrize("fn", ALIKE)
 def test_a_loop_is_one_call_while_gradients_are_traced(fn: Fn) -> None:
     assert _hits(fn, _inputs()) == 1
 
