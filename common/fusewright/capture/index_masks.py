@@ -95,8 +95,8 @@ class Reader:
 
 
 def name_of(node: Node) -> str:
-    """The name of torch's function or method, of `__eq__` that of the operator; "" for an operator or function of others, whatever its
-    name."""
+    """The name of torch's function or method, of `__eq__` that of the operator; "" for an operator or function of others,
+    whatever its name."""
     if node.op == "call_method":
         return str(getattr(getattr(operator, str(node.target), None), "__name__", node.target))
     name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""

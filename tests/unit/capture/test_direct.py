@@ -281,7 +281,9 @@ def test_every_call_that_says_it_writes_is_recorded_before_gradients(write: Any)
     torch.testing.assert_close(x.grad, y.grad)
 
 
-@pytest.mark.parametrize("multiply", [operator.matmul, Tensor.matmul, lambda x, w: F.linear(x, w[0].T), lambda x, w: x @ w[0, :, 0]])
+@pytest.mark.parametrize(
+    "multiply", [operator.matmul, Tensor.matmul, lambda x, w: F.linear(x, w[0].T), lambda x, w: x @ w[0, :, 0]]
+)
 def test_products_are_recorded_before_gradients_without_fixing_their_sizes(multiply: Any) -> None:
     """C++ forms of torch 2.10 ask for sizes as numbers."""
     recorded: list[torch.fx.GraphModule] = []
