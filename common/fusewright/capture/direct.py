@@ -426,6 +426,10 @@ class _Forward(_Recorder):
 
     symbols = True
 
+    def __init__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> None:
+        super().__init__(gm, example_inputs)
+        self.sized = any(_symbolic(n.meta.get("example_value")) for n in self.inputs)
+
     def _input(self, node: Node, example: Any) -> Any:
         if not isinstance(example, torch.SymInt):
             return super()._input(node, example)
@@ -433,11 +437,13 @@ class _Forward(_Recorder):
         new.meta["val"] = node.meta["example_value"]
         return new.meta["val"]
 
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if "dropout" not in getattr(target, "__name__", ""):
-            return super().call_function(target, args, kwargs)
-        with compat.python_dispatcher():  # one operator, as AOTAutograd records it, that draws the same numbers
-            return super().call_function(target, args, kwargs)
+    def run_node(self, n: Node) -> Any:
+        """Record what AOTAutograd would: dropout as one operator, which draws the same numbers, and with symbolic sizes torch's
+        Python forms. C++ forms may ask for sizes as numbers, which fixes them (`matmul` before torch 2.11)."""
+        if not self.sized and "dropout" not in getattr(n.target, "__name__", ""):
+            return super().run_node(n)
+        with compat.python_dispatcher():
+            return super().run_node(n)
 
     def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):

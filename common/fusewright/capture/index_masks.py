@@ -95,9 +95,10 @@ class Reader:
 
 
 def name_of(node: Node) -> str:
-    """The name of torch's function or method; "" for an operator or function of others, whatever its name."""
+    """The name of torch's function or method, of `__eq__` that of the operator; "" for an operator or function of others,
+    whatever its name."""
     if node.op == "call_method":
-        return str(node.target)
+        return str(getattr(getattr(operator, str(node.target), None), "__name__", node.target))
     name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
     return name if name and any(getattr(m, name, None) is node.target for m in (torch, operator)) else ""
 
@@ -258,6 +259,6 @@ def _cumsum(read: Reader, node: Node) -> Known:
 RULES: Mapping[str, Callable[[Reader, Node], Known]] = {
     "arange": _arange, "add": _sum(1), "sub": _sum(-1), "ge": _compare(False, False), "gt": _compare(False, True),
     "le": _compare(True, False), "lt": _compare(True, True), "eq": _equal(True), "ne": _equal(False), "and_": _and,
-    "__and__": _and, "logical_and": _and, "bitwise_and": _and, "ones": _ones, "new_ones": _ones, "to": _to, "expand": _expand,
+    "logical_and": _and, "bitwise_and": _and, "ones": _ones, "new_ones": _ones, "to": _to, "expand": _expand,
     "unsqueeze": _unsqueeze, operator.getitem.__name__: _getitem, "diff": _diff, "cumsum": _cumsum,
 }  # fmt: skip

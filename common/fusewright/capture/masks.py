@@ -28,7 +28,6 @@ PURE = frozenset(
     arange full ones zeros tensor ones_like zeros_like full_like new_ones new_zeros new_full scalar_tensor
     eq ne le lt ge gt and_ or_ xor not_ invert logical_and logical_or logical_not logical_xor
     bitwise_and bitwise_or bitwise_not add sub mul neg floordiv mod abs minimum maximum clamp
-    __and__ __or__ __xor__ __invert__ __eq__ __ne__ __le__ __lt__ __ge__ __gt__ __add__ __sub__ __mul__
     cumsum diff cat stack where masked_fill tril triu isin all any
     view reshape expand expand_as broadcast_to repeat unsqueeze squeeze transpose permute getitem flatten
     contiguous clone to bool int long float type size

@@ -419,10 +419,14 @@ def drawn(a: Args) -> tuple[Shape]:
     return ((*a["self"].shape[:-1], a["num_samples"]),)
 
 
+_ROUNDED = (torch.int64,) if len(torch.arange(0, 2.5, dtype=torch.int64, device="meta")) == 2 else ()
+"""The dtypes of ranges whose bounds are rounded towards zero before they are counted: none from torch 2.14 on."""
+
+
 def range_length(a: Args) -> tuple[Shape]:
-    """ceil((end - start) / step), all rounded towards zero first if `dtype` is an integer type."""
+    """ceil((end - start) / step), all rounded towards zero first where this torch does so."""
     start, end, step = a["start"], a["end"], a["step"]
-    if a["dtype"] is not None and not a["dtype"].is_floating_point:
+    if a["dtype"] in _ROUNDED:
         start, end, step = (int(v) if isinstance(v, float) else v for v in (start, end, step))
     if all(isinstance(v, int) for v in (start, end, step)):
         return ((max(0, -((start - end) // step)),),)

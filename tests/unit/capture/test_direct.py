@@ -279,3 +279,19 @@ def test_every_call_that_says_it_writes_is_recorded_before_gradients(write: Any)
     recorded[0](x)[0].sum().backward()
     step(y).sum().backward()
     torch.testing.assert_close(x.grad, y.grad)
+
+
+@pytest.mark.parametrize(
+    "multiply", [operator.matmul, Tensor.matmul, lambda x, w: F.linear(x, w[0].T), lambda x, w: x @ w[0, :, 0]]
+)
+def test_products_are_recorded_before_gradients_without_fixing_their_sizes(multiply: Any) -> None:
+    """C++ forms of torch 2.10 ask for sizes as numbers."""
+    recorded: list[torch.fx.GraphModule] = []
+
+    def backend(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        recorded.append(direct.forward(gm, inputs))
+        return gm
+
+    torch.compile(multiply, backend=backend, dynamic=True)(torch.randn(3, 5, 4, requires_grad=True), torch.randn(3, 4, 6))
+    (output,) = recorded[0].graph.find_nodes(op="output")
+    assert all(isinstance(compat.settled_size(size), torch.SymInt) for size in output.args[0][0].meta["val"].shape)

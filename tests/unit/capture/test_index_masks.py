@@ -123,6 +123,11 @@ def written_by_an_operator(q: Tensor) -> Tensor:
     return attend(q, mask)
 
 
+def operators_as_methods(q: Tensor) -> Tensor:
+    rows, keys = positions(q)
+    return attend(q, keys.__le__(rows).__and__((rows - rows).__eq__(0)))
+
+
 def by_keywords(q: Tensor) -> Tensor:
     """What is given by keywords alone is not understood."""
     at = torch.arange(q.shape[-2])
@@ -139,8 +144,8 @@ def from_values(q: Tensor) -> Tensor:
 
 
 FOLDED: dict[Callable[[Tensor], Tensor], bool | None] = {
-    everything: False, past: True, past_of_one_document: True, past_of_batches: True, window: None, shifted: None,
-    from_the_end: None, backwards: None, written_later: None, from_values: None,
+    everything: False, past: True, past_of_one_document: True, past_of_batches: True, operators_as_methods: True,
+    window: None, shifted: None, from_the_end: None, backwards: None, written_later: None, from_values: None,
     written_through_a_view: None, other_operator: None, written_by_an_operator: None, by_keywords: None,
 }  # fmt: skip
 """`is_causal` of the call whose mask is gone; None if the mask stays."""

@@ -310,7 +310,8 @@ CASES: Cases = {
     "as_strided_scatter": (c(X, t(2, 2), [2, 2], [4, 1], 1),),
     "masked_scatter": (c(X, mask(3, 4), t(12)), c(X, mask(4), t(12))),
     # creation and random
-    "arange": (c(0, 5), c(1, 9, 3), c(0.0, 2.0, 0.5), c(5, 0, -2), c(0, 4, dtype=F32), c(0.0, -8.5, -4.0, dtype=I64)),
+    "arange": (c(0, 5), c(1, 9, 3), c(0.0, 2.0, 0.5), c(5, 0, -2), c(0, 4, dtype=F32), c(0.0, -8.5, -4.0, dtype=I64),
+               c(0.5, 3.7, dtype=torch.int32)),
     "full": (c([2, 3], 1.5), c([2], 3), c([2], True), c([2], 3, dtype=F32)),
     "full_like": (c(X, 2), c(LAST, 1), c(X, 2, dtype=I64)),
     "fill": (c(X, 2),),

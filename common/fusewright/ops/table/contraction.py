@@ -34,7 +34,7 @@ ROWS: tuple[Op, ...] = (
     _op("addbmm", "aten::addbmm", dt.SELF, sh.bmm_sum, addbmm_ref,
         "beta * self + alpha * sum over the batch of (batch1 @ batch2)"),
     _op("mv", "aten::mv", dt.SELF, sh.matvec, lambda x, v: (x * v).sum(-1), "matrix times vector"),
-    _op("addmv", "aten::addmv", dt.SELF, sh.matvec, addmm_ref, "beta * self + alpha * (mat @ vec)"),
+    _op("addmv", "aten::addmv", dt.dtype_of("mat"), sh.matvec, addmm_ref, "beta * self + alpha * (mat @ vec)"),
     _op("dot", "aten::dot", dt.SELF, sh.scalar_shape, lambda x, y: (x * y).sum(), "product of two vectors"),
     _op("conv", "aten::convolution", dt.INPUT, sh.conv, torch.convolution,
         "1-3d convolution with bias, groups, dilation, transposed", "ONNX Conv, ConvTranspose"),
