@@ -157,8 +157,8 @@ class _Pairs:
         return READER.name(_behind(x, VIEWS)) == "view_as_complex"
 
     def _in_memory(self, x: Node) -> Node:
-        """Resolve what an operator outside the opset returns, but for Fourier transforms: on GPUs, an SVD's is a lazy conjugate, which
-        is not traced as one."""
+        """Resolve what an operator outside the opset returns, but for Fourier transforms: on GPUs, an SVD's is a lazy conjugate,
+        which is not traced as one."""
         source = _behind(x, (*VIEWS, "alias", "reshape", "squeeze", "t"))
         source = source.args[0] if source.target is operator.getitem else source  # type: ignore[assignment]
         made = source.op == "call_function" and ops.find(source.target) is None

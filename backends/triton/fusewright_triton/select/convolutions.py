@@ -242,7 +242,8 @@ def _bias_gradient_apart(m: Match, c: Calls) -> None:
 def _before_zeros(grad: Value, c: Calls) -> Value:
     """Return what a sum over images needs of a gradient: no zeros for what was cut off behind a causal convolution, which often lie
     across the memory of the rest."""
-    while (made := c.graph.producer(grad)) is not None and made.op == "slice_backward" and made.arg("dim") not in (1, 1 - spec_of(grad).rank):
+    channels = (1, 1 - spec_of(grad).rank)
+    while (made := c.graph.producer(grad)) is not None and made.op == "slice_backward" and made.arg("dim") not in channels:
         grad = made.arg("grad_output")
     return grad
 

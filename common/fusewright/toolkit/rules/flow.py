@@ -119,7 +119,8 @@ class Flow:
     def _work(self, op: OpView) -> int:
         """Return the vector instructions that recompute an element, up to INLINE_WORK: what is read behind several views (two
         neighbours in a spline's recursion) is computed for each, also where those are read so in turn."""
-        total, todo, seen = 0, [(op, ())], set[tuple[int, tuple[int, ...]]]()
+        todo: list[tuple[OpView, tuple[int, ...]]] = [(op, ())]
+        total, seen = 0, set[tuple[int, tuple[int, ...]]]()
         while todo and total <= INLINE_WORK:
             found, views = todo.pop()
             if (found.id, views) in seen:
