@@ -73,7 +73,6 @@ def compile_dynamo(
     from fusewright.capture import capture, layouts, masks
     from fusewright.capture.tables import host_tables
     from fusewright.plan.execute import broken
-    from fusewright.rewrite import encoder_layers
 
     cls = registry.info(name).cls
     parsed = _parsed(cls, options, mode)
@@ -91,10 +90,13 @@ def compile_dynamo(
     if comparison is not None:
         broken.watch(name, comparison.may, example_inputs)
     claims = type(backend).supports is not Backend.supports  # one that claims nothing gives eager's bits
-    if claims:
+    called = {getattr(n.target, "__name__", n.target) for n in gm.graph.nodes} if claims else set()
+    if "_transformer_encoder_layer_fwd" in called:
+        from fusewright.rewrite import encoder_layers
+
         encoder_layers.take_apart(gm)
     masks.simplify(gm, backend)
-    if claims and any(getattr(n.target, "__name__", n.target) == "cumprod" for n in gm.graph.nodes):
+    if "cumprod" in called:
         from fusewright.capture import gradients
 
         gradients.simplify(gm)

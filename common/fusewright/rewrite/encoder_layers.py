@@ -20,7 +20,8 @@ from torch.nn import functional as F
 from fusewright import _torch_compat as compat
 from fusewright.interface import HOST
 
-LAYER = torch._transformer_encoder_layer_fwd
+LAYER = "_transformer_encoder_layer_fwd"
+"""The name of torch's function."""
 
 NAMES = (
     "src", "embed_dim", "num_heads", "qkv_weight", "qkv_bias", "proj_weight", "proj_bias", "use_gelu", "norm_first", "eps",
@@ -35,7 +36,7 @@ OF_KEYS = 1
 
 def take_apart(gm: GraphModule) -> int:
     """Rewrite the layers of a Dynamo graph; return how many."""
-    calls = [n for n in gm.graph.nodes if n.target is LAYER and _plain(n)]
+    calls = [n for n in gm.graph.nodes if n.target is getattr(torch, LAYER) and _plain(n)]
     for call in calls:
         with gm.graph.inserting_before(call):
             made = _layer(_Writer(gm.graph, call), _given(call))
