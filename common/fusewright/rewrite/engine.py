@@ -101,9 +101,9 @@ class Rewriter:
 
     def _infer(self, node: Node) -> Any:
         vals = torch.fx.node.map_arg((node.args, node.kwargs), value_of)
-        sources = node.all_input_nodes or self.graph.find_nodes(op="placeholder")
-        tensors = [value_of(n) for n in sources if isinstance(value_of(n), torch.Tensor)]
-        with compat.fake_mode_of(tensors[0]), compat.assuming_nothing(tensors[0]):
+        sources = node.all_input_nodes or self.graph.nodes  # a graph may have no inputs
+        fake = next(val for n in sources if isinstance(val := value_of(n), torch.Tensor))
+        with compat.fake_mode_of(fake), compat.assuming_nothing(fake):
             return node.target(*vals[0], **vals[1])  # type: ignore[operator]
 
     def run(self, rules: Sequence[Rule]) -> Counter[str]:

@@ -216,3 +216,11 @@ def test_a_rotary_embedding_of_complex_numbers_is_one_kernel(off: bool) -> None:
     assert report.count("eager") == off
     assert report.kept is not None
     assert len(report.kept.kernels) == 1 + off
+
+
+def test_a_graph_without_inputs_makes_complex_numbers() -> None:
+    def fn() -> Tensor:
+        return torch.full((4,), 1 + 2j, dtype=torch.complex128).conj().abs() + torch.zeros(4, dtype=torch.complex128).abs()
+
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(fn, backend="x86_onednn", options=_options("x86_onednn"))(), fn())

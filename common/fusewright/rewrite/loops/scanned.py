@@ -125,9 +125,12 @@ class Scanned(abc.ABC):
 
     def _hoist(self, start: Node, first: Node) -> None:
         """Move what was made to where all that it reads is known: other chains may read states before the first step of this."""
-        *_, last_input = self.r.graph.find_nodes(op="placeholder")
+        begin, inputs = next(iter(self.r.graph.nodes)), self.r.graph.find_nodes(op="placeholder")  # there may be no inputs
         for made in self._made(start, first):
-            max(made.all_input_nodes, default=last_input).append(made)
+            if known := made.all_input_nodes or inputs[-1:]:
+                max(known).append(made)
+            elif made is not begin:
+                begin.prepend(made)
 
     def _in_pieces(self, operands: tuple[Node, ...], before: Node | None) -> bool:
         """Let the readers of each state read a piece of the scan."""

@@ -148,3 +148,18 @@ def test_what_eager_gives_no_gradient_has_none() -> None:
         found[2].square().sum().backward()
         assert x.grad is not None
     torch.testing.assert_close(given[1].grad, given[0].grad)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+def test_a_loop_without_inputs_is_eagers(dtype: torch.dtype) -> None:
+    def fn() -> tuple[Tensor, Tensor]:
+        v, g, shown = torch.zeros(4, dtype=dtype), torch.ones(4, dtype=dtype), []
+        for _ in range(STEPS):
+            v, g = v * v * 0.1 + g, g * 0.5 + v
+            shown.append(v)
+        return torch.stack(shown), g
+
+    compiled = torch.compile(fn, backend="nvidia_triton", options={"simulate": True, "fallback": "allow"})
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(), fn())
