@@ -9,10 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from fusewright import registry
+from fusewright.graph.canonicalize import canonicalize
+from fusewright.interface import RuleLog
 from fusewright.report import recording
+from fusewright.rewrite.pairs import split
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -224,3 +228,20 @@ def test_a_graph_without_inputs_makes_complex_numbers() -> None:
 
     with torch.no_grad():
         torch.testing.assert_close(torch.compile(fn, backend="x86_onednn", options=_options("x86_onednn"))(), fn())
+
+
+def test_an_input_that_is_called_as_a_view_is_none() -> None:
+    """Those of a step that is traced once have the names of what they were."""
+
+    class Named(torch.nn.Module):
+        def forward(self, select: Tensor, view_as_complex: Tensor) -> Tensor:
+            return select * view_as_complex
+
+    given = (_c(3, 4), _c(3, 4))
+    traced = make_fx(Named(), tracing_mode="fake")(*given)
+    for node, name in zip(traced.graph.find_nodes(op="placeholder"), ("select", "view_as_complex"), strict=True):
+        node.target = name
+    canonicalize(traced.graph)
+    split(traced.graph, RuleLog())
+    traced.recompile()
+    torch.testing.assert_close(traced(*given), given[0] * given[1])
