@@ -39,8 +39,6 @@ class _Nodes:
     """Reads the nodes of a traced graph for patterns."""
 
     def name(self, op: Node) -> str:
-        if op.op != "call_function":
-            return ""  # an input may be called as a row is
         row = ops.find(op.target)
         return row.name if row is not None else str(op.target)
 
