@@ -370,7 +370,7 @@ def leaving_transforms() -> Iterator[None]:
         yield
     finally:
         while (level := top()) and level.level() > before:
-            getattr(torch._C._functorch, f"_{level.key().name.lower()}_decrement_nesting")()
+            getattr(torch._C._functorch, f"_{level.key().name.lower().replace('tionalize', '')}_decrement_nesting")()
 
 
 UNBACKED = "unbacked_bindings"

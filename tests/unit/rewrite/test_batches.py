@@ -9,7 +9,6 @@ from torch.func import functionalize
 from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fusewright import registry
 from fusewright.graph import verify
 from fusewright.graph.canonicalize import canonicalize
 from fusewright.interface import RuleLog
@@ -98,10 +97,9 @@ def test_nobody_asked() -> None:
     assert not _copies(_graph(X, W, wanted=False)[0])
 
 
+@pytest.mark.hardware("x86_onednn")
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_a_backend_for_cpus_asks(dynamic: bool) -> None:
-    if not registry.info("x86_onednn").available:
-        pytest.skip(f"x86_onednn: {registry.info('x86_onednn').device}")
     options = {"cache": False, "never_slower": False, "strict": True}
     fn = lambda x, w: torch.einsum("bixy,ioxy->boxy", x, w)  # noqa: E731
     x, w = torch.randn(4, 16, 6, 6), torch.randn(16, 8, 6, 6)

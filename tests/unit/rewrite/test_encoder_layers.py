@@ -36,8 +36,8 @@ def _layer(**given: Any) -> nn.Module:
 
 
 def _compiled(module: nn.Module, backend: str = "x86_onednn", **given: Any) -> Any:
-    if not registry.info(backend).available:
-        pytest.skip(f"{backend}: {registry.info(backend).device}")
+    if not (info := registry.info(backend)).available:
+        pytest.skip(f"{backend}: {info.device.reason}; runs where: {info.device.fix}")  # type: ignore[union-attr]
     return torch.compile(module, backend=backend, options={"cache": False, "never_slower": False, "strict": True}, **given)
 
 
