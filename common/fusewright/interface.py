@@ -19,7 +19,7 @@ import torch
 
 from fusewright.sizes.expr import SizeExpr, symbol
 
-INTERFACE: tuple[int, int] = (1, 13)
+INTERFACE: tuple[int, int] = (1, 14)
 """(major, minor) of this interface. Minor versions only add members with defaults."""
 
 OPSET = 1
@@ -304,6 +304,9 @@ class DevicePolicy:
     batches: bool = False
     """Whether a batched product of fp32, fp64 or complex matrices that lie between each other in memory is faster with copies of
     them. Since interface 1.13."""
+    contracts: Callable[[torch.dtype, int, int, int, int], bool] | None = None
+    """Whether a sum of products of broadcast operands is faster as matrix products, given its type, how many matrices they are, and
+    M, K and N. None: never. Since interface 1.14."""
     eager: tuple[Any, ...] = ()
     """Conditions under which the device's eager is faster than a kernel (`fusewright.toolkit.fuse.eager.Condition`)."""
     flops_per_second: float = 2e11

@@ -137,6 +137,22 @@ def _switch(name: str) -> str:
         return "-"
 
 
+_PRODUCTS = {"cpu": torch.backends.mkldnn.matmul, "cuda": torch.backends.cuda.matmul}
+"""The settings of products, by the type of device."""
+
+
+def matmul_precision(device: str) -> str:
+    """What torch may round the operands of fp32 products to on a type of device: "ieee" (nothing), "tf32" or "bf16".
+    `torch.get_float32_matmul_precision` raises where a setting was made through torch's newer interface."""
+    found: str = _PRODUCTS[device].fp32_precision if device in _PRODUCTS else "none"
+    return "ieee" if found == "none" else found
+
+
+def matmul_precisions() -> tuple[str, ...]:
+    """`matmul_precision` of all types of devices."""
+    return tuple(map(matmul_precision, _PRODUCTS))
+
+
 def environment(*names: str) -> str:
     """Those of the named environment variables that are set, for fingerprints. A trailing "*" matches any suffix."""
     found = [n for n in os.environ for wanted in names if n == wanted or (wanted[-1] == "*" and n.startswith(wanted[:-1]))]

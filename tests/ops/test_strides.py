@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from fusewright import _torch_compat as compat
 from fusewright import ops
 from fusewright.conformance.ops.cases import CASES, DTYPES
 from fusewright.conformance.ops.samples import F32, NotFinite
 from fusewright.graph import retrace
+from fusewright.graph.canonicalize import canonicalize
 from fusewright.ops import Kind, Op, strides
 
 compat.register_quantized_decomposed()
@@ -209,3 +212,36 @@ def test_a_division_of_two_sizes_has_no_strides() -> None:
     compiled = torch.compile(divided, backend="x86_onednn", dynamic=True)
     for x in (torch.randn(12, 3), torch.randn(9, 3)):
         assert torch.equal(compiled(x), divided(x))
+
+
+def test_a_view_has_eagers_strides_where_a_dim_has_size_one() -> None:
+    """Those tell a convolution of a single image its memory format, and so the strides of all that follows."""
+
+    def image(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.conv2d(x.transpose(1, 2).view(1, 6, 4, -1), w)
+
+    given = torch.randn(1, 16, 6), torch.randn(5, 6, 3, 3)
+    graph = make_fx(image, tracing_mode="fake")(*given).graph
+    canonicalize(graph)
+    view, conv = (n for n in graph.nodes if n.target in (torch.ops.aten.view.default, torch.ops.aten.convolution.default))
+    x = given[0].transpose(1, 2)
+    assert view.meta["val"].stride() == x.view(1, 6, 4, 4).stride()
+    assert conv.meta["val"].stride() == image(*given).stride()
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_strides_of_views(seed: int) -> None:
+    draw = random.Random(seed)
+    sizes = draw.choices([1, 1, 2, 3, 4, 6], k=draw.randint(1, 4))
+    x = torch.empty(sizes).permute(draw.sample(range(len(sizes)), len(sizes)))[..., :: draw.choice([1, 1, 2])]
+    shape: list[int] = []
+    left = x.numel()
+    while left > 1:
+        shape.append(draw.choice([n for n in range(1, left + 1) if left % n == 0]))
+        left //= shape[-1]
+    shape.insert(draw.randint(0, len(shape)), 1)
+    try:
+        want = list(x.view(shape).stride())
+    except RuntimeError:  # there is none
+        want = None
+    assert strides.strides_of_view(x.shape, x.stride(), shape) == want

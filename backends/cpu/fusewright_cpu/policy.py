@@ -64,11 +64,22 @@ EAGER: tuple[Condition, ...] = (
     ),
 )  # fmt: skip
 
+CONTRACTED = 1 << 22
+"""The least multiplications of a sum that is left to a library, which has to be called and may need copies: of 2 x 128 x 128 x 128
+as loops 0.20 to 0.41 ms, as products 0.15 to 0.17; of 4 x 256 x 8 x 256 0.08 to 0.18 and 0.12 to 0.13 (one thread of an AMD EPYC
+(AVX-512), 2026-11-29)."""
+
+
+def _contracts(dtype: torch.dtype, batch: int, m: int, k: int, n: int) -> bool:
+    return min(m, k, n) >= 16 and batch * m * k * n >= CONTRACTED
+
+
 CPU = DevicePolicy(
     arena=64,  # a cache line, and the widest vector
     workers=torch.get_num_threads,
     splits=Splits(),  # the defaults were fitted on a CPU
     batches=True,  # 144 products of 4x32x32: 1.1 ms, with copies 0.33 (one thread of a Xeon, 2026-11-28)
+    contracts=_contracts,
     eager=EAGER,
     flops_per_second=2e11,
     bytes_per_second=2e10,

@@ -86,10 +86,19 @@ ALL = 1 << 31
 of gradients inside, eager's four kernels 167 (2026-11-23, docs/studies/gpu-models.md)."""
 
 
+CONTRACTED = 1 << 20
+"""The least multiplications of such a sum. Four of Mamba 2's, of 4.3e9 each, took 40 ms of kernels (H200, 2026-11-29)."""
+
+
 def multiple(t: target.Target, dtype: torch.dtype, m: int, k: int, n: int) -> int:
     """Return what rows of a product should be multiples of in training: whole vectors where a matrix is large and was measured."""
     large = t.fitted is not None and max(m * k, m * n, k * n) >= t.fitted.padded_results
     return aligned.vector(dtype) if large and k > aligned.FEW and min(m, n) > 1 else 1
+
+
+def contracts(dtype: torch.dtype, batch: int, m: int, k: int, n: int) -> bool:
+    """Return whether a sum of products is left to the library: where a kernel would read each element eight times and more."""
+    return dtype is not torch.float64 and min(m, k, n) >= 8 and batch * m * k * n >= CONTRACTED
 
 
 class TritonLoader:
@@ -209,7 +218,7 @@ class TritonBackend(FusedBackend):
         found = self.target(self.running_on())
         by, splits = found.bounds, Splits(passes_again=ALL, held_row=target.FORMULA.persistent)
         return DevicePolicy(
-            multiple=partial(multiple, found), splits=splits, eager=EAGER,
+            multiple=partial(multiple, found), contracts=contracts, splits=splits, eager=EAGER,
             flops_per_second=by.library_flops, bytes_per_second=by.bandwidth,
         )  # fmt: skip
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fusewright import _torch_compat as compat
-from fusewright import storage
+from fusewright import machine, storage
 from fusewright.aot.identity import Model
 from fusewright.plan import native
 from fusewright.plan.execute.prepare import watch
@@ -25,7 +25,7 @@ def settings() -> tuple[Any, ...]:
     """Switches of torch that change what eager computes, or whether it does, as of now; cheap."""
     return (
         torch.get_default_dtype(),
-        torch.get_float32_matmul_precision(),
+        machine.matmul_precisions(),
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
         compat.modes(),

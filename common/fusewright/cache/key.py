@@ -42,4 +42,4 @@ def key_of(
 def switches() -> str:
     """Torch settings that a backend may compile differently for; settings of a device's libraries are in its fingerprint."""
     deterministic = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    return f"{torch.get_default_dtype()} {torch.get_float32_matmul_precision()} {deterministic}"
+    return f"{torch.get_default_dtype()} {machine.matmul_precisions()} {deterministic}"

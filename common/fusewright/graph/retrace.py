@@ -209,8 +209,15 @@ def as_eager(row: ops.Op | None, args: Any, kwargs: Any, val: Any) -> Any:
     if not known:
         return val
     vals = val if isinstance(val, tuple | list) else (val,)
+    if row is not None and row.name in strides.VIEWS:
+        return _seen_as(val, known[0])
     mended = tuple(map(_laid_out, vals, (*known, *[None] * (len(vals) - len(known)))))
     return mended if isinstance(val, tuple | list) else mended[0]
+
+
+def _seen_as(view: torch.Tensor, like: torch.Tensor | None) -> torch.Tensor:
+    """A view of the same memory with all strides of `like`, also of dims of size one."""
+    return view if like is None or view.stride() == like.stride() else view.as_strided(view.shape, like.stride())
 
 
 def _laid_out(val: Any, like: torch.Tensor | None) -> Any:

@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -98,6 +99,43 @@ def _like_channels_last(x: torch.Tensor) -> bool:
             return False  # ambiguous: contiguous
         step = s * n if not compat.statically_true(n == 1) else s
     return True
+
+
+VIEWS = frozenset({"view", "reshape"})
+"""Rows whose results have the strides of dims of size one too."""
+
+
+def _viewed(size: str) -> Rule:
+    """ATen's `computeStride`, for a view that has dims of size one: FakeTensor gives those other strides, and convolutions take the
+    stride of a single image for a sign of its memory format."""
+
+    def rule(a: Args) -> tuple[torch.Tensor | None, ...]:
+        x, shape = a["self"], a[size]
+        if 1 not in shape or not all(isinstance(n, int) and n > 0 for n in (*x.shape, *x.stride())) or x.is_contiguous():
+            return ()
+        shape = [x.numel() // -math.prod(shape) if n == -1 else n for n in shape]
+        strides = strides_of_view(x.shape, x.stride(), shape)
+        return () if strides is None else (torch.empty_strided(shape, strides, device=x.device),)
+
+    return rule
+
+
+def strides_of_view(sizes: Sequence[int], strides: Sequence[int], shape: Sequence[int]) -> list[int] | None:
+    """None where no view has this shape."""
+    made: list[int] = []
+    count, taken, step = 1, 1, strides[-1]
+    for d in range(len(sizes) - 1, -1, -1):
+        count *= sizes[d]
+        if d and (sizes[d - 1] == 1 or strides[d - 1] == count * step):
+            continue  # one run of memory with the dim before
+        while len(made) < len(shape) and (taken < count or shape[-1 - len(made)] == 1):
+            n = shape[-1 - len(made)]
+            made.append(taken * step)
+            taken *= n
+        if taken != count:
+            return None
+        count, taken, step = 1, 1, strides[d - 1]
+    return made[::-1] if len(made) == len(shape) else None
 
 
 def _on_cpu(rule: Rule, name: str) -> Rule:
@@ -208,6 +246,8 @@ RULES: dict[str, Rule] = {
     "group_norm_backward": _on_cpu(_suggested("input"), "input"),
     "weight_norm": _on_cpu(lambda a: (*_contiguous("v")(a), a["g"]), "v"),
     "log_sigmoid": _on_cpu(_contiguous("self", 2), "self"),
+    "view": _viewed("size"),
+    "reshape": _viewed("shape"),
     "log_softmax_backward": _contiguous("grad_output"),
     "layer_norm_backward": _contiguous("input"),
     "rms_norm_backward": _contiguous("input"),

@@ -25,8 +25,10 @@ def _simplify(c: Compilation) -> None:
     c.do(passes.REWRITE, c.graph, c.rules)
     if c.phase == "infer":
         c.do(passes.BRANCHES, c.graph, c.const, c.backend.policy().branches, c.rules)
-    c.do(passes.WIDEN, c.graph, c.backend.policy().wider, c.rules)
     claims = type(c.backend).supports is not Backend.supports  # one that claims nothing gives eager's bits
+    if claims:
+        c.do(passes.CONTRACT, c.graph, c.backend.policy().contracts, c.rules)
+    c.do(passes.WIDEN, c.graph, c.backend.policy().wider, c.rules)
     if claims:
         c.do(passes.PAIRS, c.graph, c.rules)
     if "cse" not in c.options.disable_rules:
@@ -44,7 +46,7 @@ def _constants(c: Compilation) -> None:
 
 
 METADATA_STAGES: tuple[tuple[str, Stage], ...] = (
-    ("simplify", _simplify),  # exact rewrite rules, branches of convolutions, wider products, CSE, dead code
+    ("simplify", _simplify),  # exact rewrite rules, branches of convolutions, sums as products, wider products, CSE, dead code
     ("constants", _constants),  # what depends on weights alone
 )
 CLAIM_STAGES: tuple[tuple[str, Stage], ...] = (

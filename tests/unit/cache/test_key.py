@@ -35,6 +35,10 @@ def threads(n: int) -> object:
     return set_and_back(lambda: torch.set_num_threads(n), lambda: torch.set_num_threads(before))
 
 
+def _products_in(precision: str) -> None:
+    torch.backends.mkldnn.matmul.fp32_precision = precision
+
+
 def mkldnn() -> object:
     return torch.backends.mkldnn.flags(enabled=False)
 
@@ -46,6 +50,9 @@ SETTINGS: dict[str, Callable[[], object]] = {
     ),
     "precision of products": lambda: set_and_back(
         lambda: torch.set_float32_matmul_precision("medium"), lambda: torch.set_float32_matmul_precision("highest")
+    ),
+    "precision of products, by the newer interface": lambda: set_and_back(
+        lambda: _products_in("bf16"), lambda: _products_in("none")
     ),
     "default dtype": lambda: set_and_back(
         lambda: torch.set_default_dtype(torch.float64), lambda: torch.set_default_dtype(torch.float32)

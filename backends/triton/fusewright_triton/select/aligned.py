@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from fusewright import machine
 from fusewright.interface import OpView, Value
 from fusewright.plan.ir import Ref
 from fusewright.toolkit.lower.tables import RULES
@@ -28,7 +29,7 @@ FEW = 8
 
 def vector(dtype: torch.dtype) -> int:
     """Return how many elements libraries' fast kernels read at once; 1 where they have none, as for fp32 in full precision."""
-    if dtype is torch.float32 and torch.get_float32_matmul_precision() != "highest":
+    if dtype is torch.float32 and machine.matmul_precision("cuda") != "ieee":
         return PADDED_TO // 2
     return PADDED_TO if dtype in HALF else 1
 

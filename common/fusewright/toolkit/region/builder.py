@@ -17,7 +17,7 @@ import torch
 from fusewright import _torch_compat as compat
 from fusewright import ops
 from fusewright.interface import CompileContext, OpView, Region, TensorSpec, Value
-from fusewright.ops.strides import CHANNELS_LAST, RULES
+from fusewright.ops.strides import CHANNELS_LAST, RULES, VIEWS
 from fusewright.plan.ir import Call, Instruction, Launch, Ref
 from fusewright.toolkit.fuse.call import LibraryCall
 from fusewright.toolkit.region.graph import RegionGraph, made_of
@@ -36,7 +36,7 @@ def _is_stride_free(row: ops.Op) -> bool:
     if row.name in OWN_STRIDES | _ABOUT_MEMORY | _BY_LIBRARIES or row.kind in (ops.Kind.RANDOM, ops.Kind.CREATION):
         return False
     by_kernels = row.kind is ops.Kind.POINTWISE or row.activation or row.name == "batch_norm"
-    return by_kernels or row.name not in RULES
+    return by_kernels or row.name not in RULES.keys() - VIEWS
 
 
 STRIDE_FREE = frozenset(row.name for row in ops.ROWS if _is_stride_free(row))

@@ -12,6 +12,7 @@ pytest.importorskip("triton", reason="triton is not installed; pip install './ba
 import torch
 from torch import nn
 
+from fusewright import machine
 from fusewright.interface import Device, Value
 from fusewright.plan.ir import Launch
 from fusewright_triton.backend import NvidiaTriton, RocmTriton, multiple
@@ -109,7 +110,7 @@ def test_a_single_result_is_no_matrix() -> None:
 
 
 def test_fp32_is_padded_where_it_is_rounded_for_matrix_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+    monkeypatch.setattr(machine, "matmul_precision", lambda device: "tf32")
     g = Net(F32)
     fragment = check(g, [linear(g, g.tensor(24, 19), 19, 14)])
     assert text(fragment, prepare=True)[0] == "aten::constant_pad_nd('_', (0, 1, 0, 2), 0)"
