@@ -42,7 +42,7 @@ ALLOWED: dict[str, tuple[str, str]] = {
     "config.py": ("cpu", "what `simulate` does, in words"),
     "graph/spec.py": ("mkldnn", "a layout of torch"),
     "interface.py": ("cpu", "torch's name of the host, once: `HOST`"),
-    "machine.py": ("cpu cuda cudnn mkldnn x86 aarch64 arm64 amd64 avx neon sse sve", "names of the system, torch.cpu and torch.backends"),
+    "machine.py": ("cpu cuda cudnn mkldnn x86 aarch64 arm64 amd64 avx neon sse sve", "the system, torch.cpu, torch.backends"),
     "ops/dtype_rules.py": ("cpu", "what eager gives there"),
     "ops/namespaces.py": ("cudnn mkl mkldnn onednn", "torch's namespaces of operators"),
     "ops/semantics/composite.py": ("cpu", "what eager gives there"),
