@@ -112,6 +112,9 @@ class Flow:
         small = small or (self._is_permuted_once(op) and (_about(read, size) or self._reads_permuted(op)))
         if small and not tiny and (self._has_window(op) or _pieces(op) > PIECES) and self._is_read_by_window(op.out):
             return None  # each window would compute all of those behind it, and each of its elements ask for every piece
+        again = self._padded_reads(op)
+        if small and not tiny and again > READ_AGAIN and again * self._work(op) > INLINE_WORK:
+            return None  # a sum over a window as an op for each of its elements, after all padding
         if small and not tiny and not self._has_one_user(op) and self._work(op) > INLINE_WORK:
             return None
         return depth if small and depth <= INLINE_DEPTH else None
@@ -181,6 +184,17 @@ class Flow:
         if user.op == PAD:
             return True
         return isinstance(rules[0], Map) and len(user.outs) == 1 and self._is_padded_once(user, depth + 1, op.out.id)
+
+    def _padded_reads(self, op: OpView) -> int:
+        """Return how many kernel ops read the result with zeros around it, as it is or behind views."""
+        todo, count = [(u, False) for u in self.users.get(op.out.id, ())], 0
+        while todo:
+            user, padded = todo.pop()
+            if user.op == PAD or self._views(user):
+                todo += [(u, padded or user.op == PAD) for u in self.users.get(user.out.id, ())]
+            else:
+                count += padded and user.id not in self.fixed
+        return count
 
     def _alone_reads_kernels(self, op: OpView, given: int) -> bool:
         """Whether only `op` reads what a kernel makes (`given` apart), which would be stored in place of the result of `op`."""

@@ -73,6 +73,16 @@ def test_norms_and_activations_on_both_sides() -> None:
     assert kernels(check(g, [after])) == 2
 
 
+def test_an_expensive_activation_is_computed_once() -> None:
+    """Each element of a window reads all that is computed with it."""
+
+    def of(activation: str) -> int:
+        g = Net()
+        return kernels(check(g, [depthwise(g, g.op(activation, g.tensor(2, 6, 20)), (9,))]))
+
+    assert of("silu") == of("relu") + 1
+
+
 @pytest.mark.parametrize("stride", [(1, 1), (2, 2)])
 @pytest.mark.parametrize("window", [(3, 3), (5, 5), (7, 7), (6, 6)])
 def test_windows_of_the_library(window: tuple[int, ...], stride: tuple[int, int]) -> None:
