@@ -137,14 +137,15 @@ def _switch(name: str) -> str:
         return "-"
 
 
-_PRODUCTS = {"cpu": torch.backends.mkldnn.matmul, "cuda": torch.backends.cuda.matmul}
-"""The settings of products, by the type of device."""
+_PRODUCTS = {"cpu": "mkldnn", "cuda": "cuda"}
+"""Torch's settings of products, by the type of device."""
 
 
 def matmul_precision(device: str) -> str:
     """What torch may round the operands of fp32 products to on a type of device: "ieee" (nothing), "tf32" or "bf16".
     `torch.get_float32_matmul_precision` raises where a setting was made through torch's newer interface."""
-    found: str = _PRODUCTS[device].fp32_precision if device in _PRODUCTS else "none"
+    settings = getattr(torch.backends, _PRODUCTS.get(device, ""), None)
+    found = "none" if settings is None else str(settings.matmul.fp32_precision)
     return "ieee" if found == "none" else found
 
 

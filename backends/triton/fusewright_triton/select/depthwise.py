@@ -10,7 +10,7 @@ from itertools import count, product
 
 import torch
 
-from fusewright.interface import OpView, Value
+from fusewright.interface import OpView, TensorSpec, Value
 from fusewright.toolkit.region.builder import channels_last_strides
 from fusewright.toolkit.region.graph import spec_of
 from fusewright.toolkit.region.pattern import Match, chain
@@ -58,11 +58,12 @@ def _write(m: Match, c: Calls) -> None:
     column, images = (channels, *[1] * len(window)), len(window) == 2
     b.without(op)
     x = b.channels_last(x) if images and b.spec(x).stride[1] != 1 else b.at_hand(x)
-    out = b.with_layout(op.out, channels_last_strides(spec_of(op.out).shape) if images else None)  # type: ignore[arg-type]
+    last = images or _is_channels_last(b.spec(x))
+    out = b.with_layout(op.out, channels_last_strides(spec_of(op.out).shape) if last else None)  # type: ignore[arg-type]
     rows = b.append_op("permute", b.append_op("view", w, (channels, spec_of(w).numel_hint() // channels)), (1, 0))  # type: ignore[operator]
     rows = b.append_op("cast", b.append_op("clone", rows, torch.contiguous_format), torch.float32)
     total = None if bias is None else b.append_op("view", b.append_op("cast", bias, torch.float32), column)
-    padded = b.append_op("constant_pad_nd", x, pads(op), 0)
+    padded = _padded(op, x, last and not images, c)
     if channels != op.arg("groups"):
         n, groups, *sizes = spec_of(padded).shape
         each = b.append_op("expand", b.append_op("unsqueeze", padded, 2), (n, groups, channels // groups, *sizes))  # type: ignore[operator]
@@ -70,6 +71,19 @@ def _write(m: Match, c: Calls) -> None:
     weights = (b.append_op("view", b.append_op("select", rows, 0, k), column) for k in count())
     images_read = (_shifted(op, padded, at, c) for at in product(*map(range, window)))  # type: ignore[arg-type]
     write_sum(total, zip(images_read, weights, strict=False), out, b)
+
+
+def _is_channels_last(x: TensorSpec) -> bool:
+    """Whether channels are next to each other in memory, as in sequences that are transposed for a convolution."""
+    return x.stride[1] == 1 != x.stride[2] and x.shape[1] != 1
+
+
+def _padded(op: OpView, x: Value, turned: bool, c: Calls) -> Value:
+    """Return an image with zeros around it; `turned`: a sequence whose channels stay innermost."""
+    if not turned or not any(pads(op)):
+        return c.b.append_op("constant_pad_nd", x, pads(op), 0)
+    rows = c.b.append_op("constant_pad_nd", c.b.append_op("transpose", x, 1, 2), (0, 0, *pads(op)), 0)
+    return c.b.append_op("transpose", rows, 1, 2)
 
 
 def pads(op: OpView) -> tuple[int, ...]:

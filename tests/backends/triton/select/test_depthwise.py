@@ -56,6 +56,19 @@ def test_sequences_and_planes() -> None:
     assert kernels(check(g, [depthwise(g, g.tensor(2, 6, 9, 8), (1, 5))])) >= 2
 
 
+@pytest.mark.parametrize("padding", [0, 3])
+def test_sequences_between_linears_stay_as_they_lie(padding: int) -> None:
+    """Their channels are innermost; transposed for the convolution, and back behind it."""
+    g = Net()
+    y = depthwise(g, g.op("transpose", g.tensor(2, 20, 6), 1, 2), (4,), padding=(padding,))
+    back = g.op("transpose", g.op("silu", y), 1, 2)
+    fragment = check(g, [back])
+    assert kernels(fragment) == 2  # of the weights, and of the sum
+    g = Net()
+    y = depthwise(g, g.op("transpose", g.tensor(2, 20, 6), 1, 2), (4,), padding=(padding,))
+    check(g, [y])  # a result has eager's strides
+
+
 @pytest.mark.parametrize("stride", [(1, 1), (2, 2)])
 def test_several_results_for_each_channel(stride: tuple[int, int]) -> None:
     g = Net()
