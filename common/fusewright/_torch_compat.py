@@ -1,5 +1,4 @@
-"""Every private torch name that Fusewright uses, in one file, checked against torch 2.10 to 2.15. Everything is imported on
-first use: `import fusewright` must not import Dynamo."""
+"""Every private torch name that Fusewright uses, for torch 2.10 to 2.15. Imported on first use: not with `import fusewright`."""
 
 from __future__ import annotations
 
@@ -41,7 +40,11 @@ def aot_compile(
         with config.patch(cse=False):
             return min_cut_rematerialization_partition(gm, *args, **kwargs)
 
-    compilers = {"fw_compiler": forward, "bw_compiler": backward, "inference_compiler": inference}
+    def first(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        (_traced("bw_donated_idxs") or []).clear()  # no plan writes what backward reads: `retain_graph` may keep it
+        return forward(gm, inputs)
+
+    compilers = {"fw_compiler": first, "bw_compiler": backward, "inference_compiler": inference}
     caches = {k: False for k in ("bundled_autograd_cache", "force_autograd_cache") if hasattr(config, k)}  # of Inductor's code
     with _resizing_whole(), config.patch(caches):
         return aot_autograd(**compilers, partition_fn=cut, keep_inference_input_mutations=True)(gm, inputs)
@@ -285,8 +288,7 @@ def hooks_of_all() -> tuple[dict[int, Any], dict[int, Any]]:
 
 
 def may_return_alias(op: Any) -> bool:
-    """Whether a result of the operator may share memory with an argument: if the schema says so, and for composite operators,
-    whose schemas do not cover the operators that they call."""
+    """Whether a result of the operator may share memory with an argument: if the schema says so, or does not cover it."""
     return any(r.alias_info is not None for r in op._schema.returns) or is_composite(op)
 
 
@@ -628,8 +630,7 @@ def skips(code: CodeType) -> list[Callable[[], None]]:
 
 
 def around_compilations(start: Callable[[Any], None], end: Callable[[Any], None]) -> bool:
-    """Let Dynamo, if it is imported, call `start` and `end` around its compilations until `torch.compiler.reset`. Return whether it
-    does so already."""
+    """Let Dynamo, if it is imported, call these around its compilations until `torch.compiler.reset`. Return whether it does so."""
     handler = getattr(sys.modules.get(DYNAMO), "callback_handler", None)
     known = handler is not None and start in handler.start_callbacks
     if handler is not None and not known:
@@ -764,8 +765,7 @@ view_of_memory = getattr(_guards, "_reinterpret_tensor", lambda x, n, s, k: x.as
 
 @contextlib.contextmanager
 def inductor_provenance() -> Iterator[list[dict[str, list[str]]]]:
-    """For each graph that Inductor compiles in this context: its kernels by name, with the stack traces of their ops, in graph
-    order. Empty if this torch does not provide it."""
+    """The kernels of each graph that Inductor compiles meanwhile, by name, with stack traces of their ops. Empty if torch has none."""
     from torch._inductor import config, output_code
     from torch._inductor.utils import fresh_cache
 

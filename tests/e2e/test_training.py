@@ -78,6 +78,23 @@ def test_retain_graph_and_two_backwards() -> None:
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_graph_may_be_retained_after_others_were_not(dynamic: bool) -> None:
+    """Torch refuses this where a backend is given what was saved; with symbolic sizes, from the first backward on."""
+    net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 4), torch.nn.Softmax(1))
+    twin, x = torch.compile(net, backend=BACKEND, dynamic=dynamic), torch.randn(5, 8)
+    for retained in (False, True):
+        found = []
+        for f in (net, twin):
+            net.zero_grad()
+            loss = f(x).square().mean()
+            for _ in range(1 + retained):
+                loss.backward(retain_graph=retained)
+            found.append([p.grad.clone() for p in net.parameters() if p.grad is not None])
+        for a, b in zip(*found, strict=True):
+            torch.testing.assert_close(a, b)
+
+
 def test_results_may_be_written_in_place() -> None:
     """As SpecAugment does between two graphs. A product over sequences is a view of a matrix in our plans, not in eager."""
     linear = torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 16))

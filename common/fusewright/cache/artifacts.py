@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 
 from fusewright.cache import place, seal, store
+from fusewright.cache.folder import reason
 from fusewright.config import env_or_default
 from fusewright.errors import printable
 from fusewright.report import warn_once
@@ -40,4 +41,4 @@ def write(made_of: str, data: bytes) -> None:
         folder.write(name, seal.seal(name, data))
         store.prune(max(0, env_or_default("CACHE_MB")) * 1_000_000)
     except OSError as e:
-        warn_once(f"a build result was not cached: {e}")
+        warn_once(f"a build result was not cached: {reason(e)}")

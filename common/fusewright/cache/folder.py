@@ -171,6 +171,12 @@ class Folder:
         return True
 
 
+def reason(error: OSError) -> str:
+    """Return what the system says, without the names of files: a temporary one has another each time, and a warning that
+    names it is repeated with every plan."""
+    return f"[Errno {error.errno}] {error.strerror}" if error.errno else str(error)
+
+
 def _content(fd: int, size: int) -> bytes:
     """Read from a descriptor up to the given size."""
     parts = []

@@ -17,7 +17,7 @@ from typing import Any
 import filelock
 
 from fusewright.cache import place, seal
-from fusewright.cache.folder import Folder, Found
+from fusewright.cache.folder import Folder, Found, reason
 from fusewright.cache.seal import Broken
 from fusewright.errors import printable
 from fusewright.report import warn_once
@@ -136,7 +136,7 @@ def write(key: Key, facts: Mapping[str, Any], data: Mapping[str, Any], code: byt
         folder.write(name + SUFFIX, seal.seal(name, _packed(about) + _packed(data) + code))
         prune(limit_bytes)
     except OSError as e:
-        warn_once(f"a plan was not cached: {e}")
+        warn_once(f"a plan was not cached: {reason(e)}")
 
 
 def entries() -> list[Entry]:

@@ -304,6 +304,24 @@ def test_a_full_disk_costs_only_the_cache(monkeypatch: pytest.MonkeyPatch, caplo
     assert caplog.text.count("a plan was not cached: [Errno 28] No space left on device") == 1
 
 
+def test_a_folder_that_becomes_read_only_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    opened = os.open
+
+    def read_only(path: Any, flags: int, *args: Any, **options: Any) -> int:
+        if flags & os.O_CREAT:
+            raise OSError(30, "Read-only file system", path)  # a temporary name, as the system's error has it
+        return opened(path, flags, *args, **options)
+
+    assert seal.usable()  # the key is made
+    monkeypatch.setattr(os, "open", read_only)
+    for fn in (affine, shifted):
+        assert torch.equal(compiled(fn)(X), fn(X))
+    monkeypatch.undo()
+    assert caplog.text.count("was not cached: [Errno 30] Read-only file system") == 1
+
+
 def test_a_limit_that_is_no_number_is_said_once_and_the_default_counts(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
