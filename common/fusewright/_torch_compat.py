@@ -765,7 +765,7 @@ view_of_memory = getattr(_guards, "_reinterpret_tensor", lambda x, n, s, k: x.as
 
 @contextlib.contextmanager
 def inductor_provenance() -> Iterator[list[dict[str, list[str]]]]:
-    """The kernels of each graph that Inductor compiles meanwhile, by name, with stack traces of their ops. Empty if torch has none."""
+    """The kernels of each graph that Inductor compiles meanwhile, by name, with their stack traces. Empty if torch has none."""
     from torch._inductor import config, output_code
     from torch._inductor.utils import fresh_cache
 
