@@ -86,14 +86,15 @@ ALL = 1 << 31
 of gradients inside, eager's four kernels 167 (2026-11-23, docs/studies/gpu-models.md)."""
 
 
-CONTRACTED = 1 << 20
-"""The least multiplications of such a sum. Four of Mamba 2's, of 4.3e9 each, took 40 ms of kernels (H200, 2026-11-29)."""
-
-
 def multiple(t: target.Target, dtype: torch.dtype, m: int, k: int, n: int) -> int:
     """Return what rows of a product should be multiples of in training: whole vectors where a matrix is large and was measured."""
     large = t.fitted is not None and max(m * k, m * n, k * n) >= t.fitted.padded_results
     return aligned.vector(dtype) if large and k > aligned.FEW and min(m, n) > 1 else 1
+
+
+CONTRACTED = 1 << 20
+"""The least multiplications of a sum that is left to a library; not measured. Those of up to 4.3e9 in a layer of Mamba 2 took 40 ms
+as kernels, and the whole layer 1.4 as products (H200, 2026-11-29)."""
 
 
 def contracts(dtype: torch.dtype, batch: int, m: int, k: int, n: int) -> bool:

@@ -109,6 +109,12 @@ def same_size(a: Any, b: Any) -> bool:
     return extent(a) == extent(b) or compat.statically_true(a == b)
 
 
+def same_strides(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors of one shape are laid out alike, whatever their symbolic sizes are."""
+    steps = zip(a.shape, a.stride(), b.stride(), strict=True)
+    return all(compat.statically_true(n == 1) or compat.statically_true(x == y) for n, x, y in steps)
+
+
 def order_in_memory(x: torch.Tensor) -> list[int]:
     """The dims of a tensor, the outermost in memory first. Raises `SizesAssumed` where that depends on sizes."""
     left, strides = list(range(x.dim())), x.stride()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 import torch
 from torch.fx import Graph, Node
@@ -17,12 +17,11 @@ from torch.fx import Graph, Node
 from fusewright import _torch_compat as compat
 from fusewright import machine, ops
 from fusewright.graph.effects import drop_dead_code
-from fusewright.graph.spec import arguments, order_in_memory, size, value_of
+from fusewright.graph.spec import arguments, order_in_memory, same_size, same_strides, size, value_of
 from fusewright.graph.verify import UNTRUSTED
-from fusewright.graph.view import is_op
 from fusewright.interface import RuleLog, hint
 from fusewright.ops.strides import strides_of_view
-from fusewright.rewrite.engine import READER, Rewriter
+from fusewright.rewrite.engine import Rewriter, is_call
 from fusewright.storage import lazy
 
 ID = "sum.contraction"
@@ -39,8 +38,7 @@ def contract(graph: Graph, contracts: Contracts | None, log: RuleLog) -> None:
     if contracts is None or ID in log.disabled:
         return
     r = Rewriter(graph, log)
-    made = [n for n in list(graph.nodes) if _is(n, "sum") and _contracted(r, n, contracts)]
-    if made:
+    if any([_contracted(r, n, contracts) for n in list(graph.nodes) if _is(n, "sum")]):
         drop_dead_code(graph)
 
 
@@ -103,8 +101,8 @@ class Contraction:
         return math.prod(self.sizes[d] for d in dims)
 
 
-def _is(node: Any, *names: str) -> bool:
-    return isinstance(node, Node) and is_op(node) and READER.name(node) in names and UNTRUSTED not in node.meta
+def _is(node: Any, name: str) -> TypeGuard[Node]:
+    return is_call(node, name) and UNTRUSTED not in node.meta
 
 
 def _contraction(node: Node) -> Contraction | None:
@@ -223,13 +221,12 @@ def _only_units_differ(a: Sequence[Any], b: Sequence[Any]) -> bool:
 
 
 def _same(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    return len(a) == len(b) and all(compat.statically_true(n == m) for n, m in zip(a, b, strict=True))
+    return len(a) == len(b) and all(map(same_size, a, b))
 
 
 def _laid_out(r: Rewriter, x: Node, like: torch.Tensor) -> Node:
     """A copy with the strides of `like`, where those of `x` are others."""
-    steps = zip(like.shape, value_of(x).stride(), like.stride(), strict=True)
-    if all(compat.statically_true(n == 1) or compat.statically_true(a == b) for n, a, b in steps):
+    if same_strides(value_of(x), like):
         return x
     order = order_in_memory(like)
     made = r.call("clone", (_permuted(r, x, order),), kwargs={"memory_format": torch.contiguous_format})

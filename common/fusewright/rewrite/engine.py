@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch.fx import Graph, Node
@@ -21,7 +21,7 @@ from fusewright.graph.spec import value_of
 from fusewright.interface import RuleLog
 from fusewright.toolkit.region.pattern import ANY, Env, P, matches, p
 
-__all__ = ["ANY", "READER", "Env", "P", "Rewriter", "Rule", "match", "p"]
+__all__ = ["ANY", "READER", "Env", "P", "Rewriter", "Rule", "is_call", "match", "p"]
 
 
 def match(pattern: P, node: Any, env: dict[str, Any]) -> bool:
@@ -56,6 +56,11 @@ class _Nodes:
 
 
 READER = _Nodes()
+
+
+def is_call(x: Any, *names: str) -> TypeGuard[Node]:
+    """Whether `x` calls one of these rows. An input may be called like a row."""
+    return isinstance(x, Node) and x.op == "call_function" and READER.name(x) in names
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from fusewright import ops
 from fusewright.graph.effects import drop_dead_code
 from fusewright.graph.spec import by_stride, tensor_spec, value_of
 from fusewright.interface import RuleLog
-from fusewright.rewrite.engine import READER, Rewriter
+from fusewright.rewrite.engine import READER, Rewriter, is_call
 from fusewright.storage import lazy
 
 CONJ = "aten._conj.default"
@@ -57,14 +57,9 @@ def _is_complex(node: Any) -> bool:
 
 def _behind(x: Node, views: Sequence[str]) -> Node:
     """What a node is views of."""
-    while _is_call(x, *views) and isinstance(x.args[0], Node):
+    while is_call(x, *views) and isinstance(x.args[0], Node):
         x = x.args[0]
     return x
-
-
-def _is_call(x: Node, *names: str) -> bool:
-    """Whether a node calls one of some rows: an input may be called as a row is."""
-    return x.op == "call_function" and READER.name(x) in names
 
 
 Rule: TypeAlias = "Callable[[_Pairs, Node], Parts | Node | None]"
@@ -152,14 +147,14 @@ class _Pairs:
     def pair(self, x: Node) -> Any:
         """A complex tensor with its parts as the last dim. Views of what is written as a pair are views of the pair: kernels see
         through them."""
-        if _is_call(x, "view_as_complex"):
+        if is_call(x, "view_as_complex"):
             return x.args[0]
         if lazy(value_of(x)):
             return self.call("stack", (list(self.parts[x]), -1))
         return self.moved(x) if self._of_pair(x) else self.call("view_as_real", (self._in_memory(x),))
 
     def _of_pair(self, x: Node) -> bool:
-        return _is_call(_behind(x, VIEWS), "view_as_complex")
+        return is_call(_behind(x, VIEWS), "view_as_complex")
 
     def _in_memory(self, x: Node) -> Node:
         """Resolve what an operator outside the opset returns, but for Fourier transforms: on GPUs, an SVD's is a lazy conjugate,
@@ -308,7 +303,7 @@ def _cast(c: _Pairs, node: Node) -> Parts | None:
 def _as_real(c: _Pairs, node: Node) -> Node | None:
     """The pairs, where they are in memory as the view shows them."""
     x = node.args[0]
-    pair = x.args[0] if isinstance(x, Node) and _is_call(x, "view_as_complex") else None
+    pair = x.args[0] if is_call(x, "view_as_complex") else None
     return pair if isinstance(pair, Node) and node not in c.r.returned and _alike(value_of(pair), value_of(node)) else None
 
 

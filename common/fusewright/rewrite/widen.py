@@ -157,13 +157,7 @@ def _projection(graph: Graph, made: Node, part: Node) -> Node:
 
 def _format(made: torch.Tensor, wanted: torch.Tensor) -> dict[str, torch.memory_format] | None:
     """Return what a cast must be told to give one tensor the strides of another; None if it cannot."""
-    if _same_strides(made, wanted):
+    if spec.same_strides(made, wanted):
         return {}
     formats = (torch.contiguous_format, *(f for rank, f in CHANNELS_LAST.items() if rank == wanted.dim()))
-    return next(({"memory_format": f} for f in formats if _same_strides(_like(wanted, wanted.dtype, f), wanted)), None)
-
-
-def _same_strides(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors of one shape are laid out alike, whatever their symbolic sizes are."""
-    steps = zip(a.shape, a.stride(), b.stride(), strict=True)
-    return all(compat.statically_true(n == 1) or compat.statically_true(x == y) for n, x, y in steps)
+    return next(({"memory_format": f} for f in formats if spec.same_strides(_like(wanted, wanted.dtype, f), wanted)), None)

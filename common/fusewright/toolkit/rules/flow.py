@@ -112,12 +112,15 @@ class Flow:
         small = small or (self._is_permuted_once(op) and (_about(read, size) or self._reads_permuted(op)))
         if small and not tiny and (self._has_window(op) or _pieces(op) > PIECES) and self._is_read_by_window(op.out):
             return None  # each window would compute all of those behind it, and each of its elements ask for every piece
-        again = self._padded_reads(op)
-        if small and not tiny and again > READ_AGAIN and again * self._work(op) > INLINE_WORK:
-            return None  # a sum over a window as an op for each of its elements, after all padding
-        if small and not tiny and not self._has_one_user(op) and self._work(op) > INLINE_WORK:
+        if small and not tiny and self._is_recomputed_at_length(op):
             return None
         return depth if small and depth <= INLINE_DEPTH else None
+
+    def _is_recomputed_at_length(self, op: OpView) -> bool:
+        """Whether several readers would compute more than `INLINE_WORK`: a sum over a window has one for each of its elements, all
+        behind one padding."""
+        work, again = self._work(op), self._padded_reads(op)
+        return (work > INLINE_WORK and not self._has_one_user(op)) or (again > READ_AGAIN and again * work > INLINE_WORK)
 
     def _work(self, op: OpView) -> int:
         """Return the vector instructions that recompute an element, up to INLINE_WORK: what is read behind several views (two
