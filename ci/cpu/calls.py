@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -128,13 +129,16 @@ def _copied(f: Callable[..., Any]) -> Callable[..., Any]:
     return FunctionType(f.__code__.replace(), f.__globals__, f.__name__, f.__defaults__, f.__closure__)
 
 
+def _compiled(given: Mapping[str, Any] | None, f: Callable[..., Any]) -> Callable[..., Any]:
+    compiled: Callable[..., Any] = f if given is None else torch.compile(_copied(f), **given)
+    return compiled
+
+
 def ways(name: str, chosen: Sequence[str]) -> dict[str, Call]:
     made: dict[str, Call] = {}
     for way in chosen:
         torch.manual_seed(0)
-        given = WAYS[way]
-        compiler: Compile = (lambda f: f) if given is None else (lambda f, given=given: torch.compile(_copied(f), **given))
-        made[way] = CASES[name](compiler)
+        made[way] = CASES[name](partial(_compiled, WAYS[way]))
     return made
 
 
