@@ -35,6 +35,11 @@ def _case(make: Callable[[Compile], Call]) -> Callable[[Compile], Call]:
     return make
 
 
+@torch.compiler.disable
+def _parts() -> None:
+    """Break a graph."""
+
+
 def _bound(compile: Compile, f: Callable[..., Any], *args: Any) -> Call:
     """A call of a compiled function without gradients."""
     g = compile(f)
@@ -80,11 +85,11 @@ def _parameters60(compile: Compile) -> Call:
 def _breaks3(compile: Compile) -> Call:
     def f(x: torch.Tensor) -> torch.Tensor:  # Dynamo leaves a loop with a break to eager as a whole
         x = torch.sin(x) + 1
-        torch._dynamo.graph_break()
+        _parts()
         x = torch.sin(x) + 1
-        torch._dynamo.graph_break()
+        _parts()
         x = torch.sin(x) + 1
-        torch._dynamo.graph_break()
+        _parts()
         return torch.cos(x) * 2
 
     return _bound(compile, f, torch.randn(64))

@@ -29,8 +29,8 @@ CALLS, STEPS = 4, 12
 MANY = 16
 """The same for calls that take less than TINY: eager's code, which has not run for some calls, is slow in the first few of them."""
 
-SPARE = 3e-4
-"""Seconds of eager's excess that are granted in all, however short the calls: compiling took a thousand times as long."""
+SPARE = 5e-4
+"""Seconds of eager's excess that are granted in all, however short the calls: compiling took hundreds of times as long."""
 
 GAP = 13
 """Calls between rounds at least: a disturbance lasts for several calls. Rounds begin at different calls of a step then."""
@@ -206,7 +206,9 @@ class Trial:
             graph.around += self.costs[-1]
         self.rounds += 1
         self.drop()
-        self.next = max(self.next, math.ceil(SHARE * (self._spent() + max(self.costs))))
+        due = self._spent() + max(self.costs)
+        if due * compiled > SPARE:
+            self.next = max(self.next, math.ceil(SHARE * due))
         if self.rounds >= FEW_ROUNDS + math.isinf(self.best["eager"]) and plan < FASTER * self.best["eager"]:
             self.verdict = "plan"
         elif self.rounds > FEW_ROUNDS and self.even and self.worst < FASTER * plan and self._loses():

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fusewright.plan.execute import broken, compared
-from fusewright.plan.execute.broken import BrokenCalls
+from fusewright.plan.execute.broken import LOOKED, SEEN, BrokenCalls
 from fusewright.plan.execute.compared import Verdict
 from fusewright.plan.execute.turns import AHEAD, CALLS, FIRST, GAP, LONGER, ROUNDS, SPARE, STEPS, Trial
 
@@ -302,3 +302,16 @@ def test_what_eager_may_cost_does_not_depend_on_how_short_calls_are(compiled: fl
     trial = judged(compiled, lambda row: eager)
     assert trial.verdict == "plan"
     assert sum(trial.costs) * compiled <= SPARE + max(eager, AHEAD * compiled) * trial.rounds
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_calls_between_rounds_pass_unseen_but_for_a_few(
+    program: Program, monkeypatch: pytest.MonkeyPatch, training: bool
+) -> None:
+    looked, look = list[int](), BrokenCalls._looked_at
+    monkeypatch.setattr(BrokenCalls, "_looked_at", lambda self, trains: (looked.append(self._looked), look(self, trains))[1])
+    with torch.set_grad_enabled(training):
+        program.steps(FIRST - 1)
+        assert looked == [*range(1, SEEN + 1), LOOKED]
+        program.step()
+    assert program.in_round(program.calls)
