@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from fusewright.toolkit.backend import addressing
 from fusewright.toolkit.ir.extent import Atom, Extent, SizeExpr
-from fusewright.toolkit.ir.index import DivMod
+from fusewright.toolkit.ir.index import Coefs, DivMod, Index
 
 
 def atom(text: str) -> str:
@@ -32,11 +33,32 @@ def _call(text: str) -> bool:
 
 
 class Addresses(addressing.Addresses):
-    """Indices in Triton; `names` are the parameters that hold the kernel's size symbols."""
+    """Indices in Triton; `names` are the parameters that hold the kernel's size symbols. `flattened` are the strides of axes in a
+    position that holds several; `axis` returns the text of the k-th such position for `~k`."""
 
-    def __init__(self, names: Mapping[Atom, str], axis: Callable[[int], str], value: Callable[[int], str]) -> None:
+    def __init__(
+        self,
+        names: Mapping[Atom, str],
+        axis: Callable[[int], str],
+        value: Callable[[int], str],
+        flattened: Sequence[Coefs] = (),
+    ) -> None:
         super().__init__(axis, value)
-        self.names = names
+        self.names, self.flattened = names, flattened
+
+    def index(self, ix: Index) -> str:
+        """Return the element offset of an access, by the flattened position where that has all of its axes: Triton does not see
+        that neighbours lie together if the position was divided and put together again."""
+        divmods = tuple(replace(d, coefs=self._joined(d.coefs)) for d in ix.divmods)
+        return super().index(replace(ix, coefs=self._joined(ix.coefs), divmods=divmods))
+
+    def _joined(self, coefs: Coefs) -> Coefs:
+        left = dict(coefs)
+        for k, strides in enumerate(self.flattened):
+            step = left.get(strides[-1][0], 0)
+            if step != 0 and all(left.get(a) == step * s for a, s in strides):
+                left = {~k: step} | {a: c for a, c in left.items() if a not in dict(strides)}
+        return tuple(left.items())
 
     def extent(self, e: Extent) -> str:
         return addressing.extent_text(e, self.names.__getitem__)

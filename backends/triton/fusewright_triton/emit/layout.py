@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from fusewright.toolkit.ir.extent import Atom, Extent
+from fusewright.toolkit.ir.index import Coefs
 from fusewright.toolkit.ir.ir import Kernel, Node, Stage
 from fusewright.toolkit.ir.types import TYPES
 from fusewright.toolkit.transform.online_softmax import pairs
@@ -30,6 +33,11 @@ class Dim:
     block: int
     vector: bool
     mask: str | None
+
+    def strides(self, kernel: Kernel) -> Coefs:
+        """Return by how many positions the neighbours along each axis are apart."""
+        inner = itertools.accumulate([kernel.sizes[a] for a in self.axes[:0:-1]], operator.mul, initial=1)
+        return tuple(zip(self.axes, reversed(list(inner)), strict=True))
 
 
 @dataclass(slots=True)

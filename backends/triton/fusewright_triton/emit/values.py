@@ -6,7 +6,6 @@ import abc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from fusewright.toolkit.ir.extent import Extent
 from fusewright.toolkit.ir.ir import Node
 from fusewright.toolkit.ir.optable import OPS
 from fusewright.toolkit.ir.types import is_int
@@ -37,7 +36,9 @@ class Values(abc.ABC):
         self.approximable: frozenset[int] = frozenset()
         self.totals = pairs(self.kernel)
         """Sums of a softmax, which are at least 1: divisions by them become multiplications by their reciprocal."""
-        self.address = Addresses(layout.sizes, self._axis, self._index_value)
+        self.flattened = [d for d in layout.dims if len(d.axes) > 1]
+        strides = [d.strides(self.kernel) for d in self.flattened]
+        self.address = Addresses(layout.sizes, self._axis, self._index_value, strides)
         self.memory = Memory(self)
         self.limit = self.address.extent(product(self.kernel.r))
 
@@ -69,6 +70,8 @@ class Values(abc.ABC):
         return constant(value, n.dtype)
 
     def _axis(self, a: int) -> str:
+        if a < 0:
+            return self.flattened[~a].var
         for d in self.layout.dims:
             if d.axes == (a,):
                 return d.var
@@ -149,14 +152,12 @@ class Values(abc.ABC):
             self.put(f"{d.mask} = {d.var} < {atom(self.address.extent(d.size))}")
         if len(d.axes) == 1:
             return
-        inner: Extent = 1
-        for k, a in reversed(list(enumerate(d.axes))):
+        for k, (a, inner) in reversed(list(enumerate(d.strides(self.kernel)))):
             text = d.var if inner == 1 else f"{d.var} // {atom(self.address.extent(inner))}"
             if k:
                 text = f"{text} % {atom(self.address.extent(self.kernel.sizes[a]))}"
             if a in self.used_axes:
                 self.put(f"{axis_name(self.kernel, a)} = {text}")
-            inner = inner * self.kernel.sizes[a]
 
     # values
 
