@@ -30,7 +30,7 @@ APART = 64
 """The shortest run of elements, each in a sector of its own, that is worth a tile: a block repeats the sectors of a shorter one."""
 RUN = 32
 """The shortest row for which a block has lines of its own, so that what all of a row share is computed once for each lane."""
-TABLES = 4
+VECTORS = 4
 """The fewest loads shared by all short rows for which a block has lines of its own as well: each lane reads them once."""
 THREADS = 128
 """The most threads of a program for rows next to each other: others run while it waits for its loads."""
@@ -169,18 +169,18 @@ def _point(kernel: Kernel, shape: _Shape, target: Target) -> Config:
     spread = _pow2(max(1, shape.points // (4 * target.units)))
     block = max(min(block, spread), min(128, _pow2(shape.points)))
     warps = _warps(block, max(per_lane, 2), target)
-    if best[-1] == every[-1] and _tables(kernel, best[-1]) >= TABLES and (across := _pow2(shape.sizes[best[-1]])) * 4 <= block:
-        return Config((Tile(every[:-1], block // across), Tile(every[-1:], across)), 0, False, 1, warps)
-    if lines and best[-1] == every[-1] and shape.sizes[best[-1]] >= RUN:
-        across = _along(shape.sizes[best[-1]], block)
+    inner = shape.sizes[best[-1]]
+    shares = 4 * _pow2(inner) <= block and _vectors(kernel, best[-1]) >= VECTORS
+    if best[-1] == every[-1] and (shares or (lines and inner >= RUN)):
+        across = _pow2(inner) if shares else _along(inner, block)
         return Config((Tile(every[:-1], block // across), Tile(every[-1:], across)), 0, False, 1, warps)
     return Config((Tile(every, block),), 0, False, 1, warps)
 
 
-def _tables(kernel: Kernel, inner: int) -> int:
+def _vectors(kernel: Kernel, inner: int) -> int:
     """Return how many loads all rows share."""
-    loads = [n for n in _accesses(kernel) if n.op == "load" and n.index is not None]
-    return sum(n.index is not None and n.index.axes() == {inner} and not n.index.indirect for n in loads)
+    found = (n.index for n in _accesses(kernel) if n.op == "load" and n.index is not None)
+    return sum(index.axes() == {inner} and not index.indirect for index in found)
 
 
 def _along(size: int, block: int) -> int:
