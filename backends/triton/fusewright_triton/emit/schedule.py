@@ -412,8 +412,8 @@ def splittable(kernel: Kernel) -> bool:
 
 
 def _warps(elements: int, per_lane: int, target: Target) -> int:
-    """Return the warps for a block, `per_lane` elements to each lane; a power of 2, at most 1024 threads."""
-    return max(1, min(_pow2(elements) // (per_lane * target.lanes), 1024 // target.lanes))
+    """Return the warps for a block, `per_lane` elements to each lane or more; a power of 2, at most 1024 threads."""
+    return max(1, min(_pow2(elements) // (_pow2(per_lane) * target.lanes), 1024 // target.lanes))
 
 
 def _product(sizes: tuple[int, ...] | list[int]) -> int:
