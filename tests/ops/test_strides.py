@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fusewright import _torch_compat as compat
-from fusewright import ops
+from fusewright import ops, report
 from fusewright.conformance.ops.cases import CASES, DTYPES
 from fusewright.conformance.ops.samples import F32, NotFinite
 from fusewright.graph import retrace
@@ -229,6 +229,15 @@ def test_a_view_has_eagers_strides_where_a_dim_has_size_one() -> None:
     assert conv.meta["val"].stride() == image(*given).stride()
 
 
+@pytest.mark.parametrize("name", sorted(strides.VIEWS))
+@pytest.mark.parametrize("order", [(0, 3, 1, 2), (3, 0, 1, 2), (1, 2, 0, 3)], ids=str)
+def test_a_view_of_what_counts_as_contiguous_has_eagers_strides(name: str, order: Any) -> None:
+    """Dims of size one do not count there, and a trace keeps their strides."""
+    x = torch.randn(1, 6, 6, 1).permute(order)
+    (got,) = traced(ops.OPS[name], [x, list(x.shape)], {})
+    assert got.stride() == ops.OPS[name].target(x, list(x.shape)).stride()
+
+
 @pytest.mark.parametrize("seed", range(200))
 def test_strides_of_views(seed: int) -> None:
     draw = random.Random(seed)
@@ -245,3 +254,26 @@ def test_strides_of_views(seed: int) -> None:
     except RuntimeError:  # there is none
         want = None
     assert strides.strides_of_view(x.shape, x.stride(), shape) == want
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_step_with_one_image_is_compiled_again_once() -> None:
+    """AOTAutograd traces saved views with other strides of dims of size one. All are mended together, and gradients follow."""
+    convs = torch.nn.ModuleList(torch.nn.Conv2d(24, 24, 3, padding=1) for _ in range(3))
+    x = torch.randn(1, 64, 24)
+
+    def images(x: Tensor) -> Tensor:
+        for conv in convs:
+            x = conv(x.sin().transpose(1, 2).reshape(1, 24, 8, 8)).flatten(2).transpose(1, 2)
+        return x
+
+    def step(run: Any) -> list[Tensor]:
+        convs.zero_grad()
+        run(x).square().mean().backward()
+        return [p.grad.clone() for p in convs.parameters() if p.grad is not None]
+
+    want = step(images)
+    with report.recording() as reports:
+        got = step(torch.compile(images, backend="x86_onednn"))
+    assert sum(r.superseded for r in reports) <= 1
+    torch.testing.assert_close(got, want)

@@ -82,13 +82,13 @@ def _suggested(name: str) -> Rule:
 
     def rule(a: Args) -> tuple[torch.Tensor | None, ...]:
         x = a[name]
-        how = CHANNELS_LAST[x.dim()] if x.dim() in CHANNELS_LAST and _like_channels_last(x) else torch.contiguous_format
+        how = CHANNELS_LAST[x.dim()] if x.dim() in CHANNELS_LAST and like_channels_last(x) else torch.contiguous_format
         return (_in_format(x, how),)
 
     return rule
 
 
-def _like_channels_last(x: torch.Tensor) -> bool:
+def like_channels_last(x: torch.Tensor) -> bool:
     """Torch's `suggest_memory_format`: strides grow from the channels over the last dimensions to the first."""
     step: Any = 0
     for d in (1, *range(x.dim() - 1, 1, -1), 0):
@@ -111,8 +111,10 @@ def _viewed(size: str) -> Rule:
 
     def rule(a: Args) -> tuple[torch.Tensor | None, ...]:
         x, shape = a["self"], a[size]
-        if 1 not in shape or not all(isinstance(n, int) and n > 0 for n in (*x.shape, *x.stride())) or x.is_contiguous():
+        if 1 not in shape or not all(isinstance(n, int) and n > 0 for n in (*x.shape, *x.stride())):
             return ()
+        if list(x.stride()) == strides_of_view([x.numel()], [1], x.shape):
+            return ()  # row-major, also in dims of size one: so is the view in a trace
         shape = [x.numel() // -math.prod(shape) if n == -1 else n for n in shape]
         strides = strides_of_view(x.shape, x.stride(), shape)
         return () if strides is None else (torch.empty_strided(shape, strides, device=x.device),)
@@ -183,7 +185,7 @@ def _padded(a: Args) -> tuple[torch.Tensor | None, ...]:
     for i in range(len(pad) // 2):
         shape[-1 - i] = shape[-1 - i] + pad[2 * i] + pad[2 * i + 1]
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    how = formats[x.dim()] if x.dim() in formats and _like_channels_last(x) else torch.contiguous_format
+    how = formats[x.dim()] if x.dim() in formats and like_channels_last(x) else torch.contiguous_format
     return (torch.empty(shape, device=x.device, memory_format=how),)
 
 
