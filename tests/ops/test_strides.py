@@ -256,6 +256,54 @@ def test_strides_of_views(seed: int) -> None:
     assert strides.strides_of_view(x.shape, x.stride(), shape) == want
 
 
+def operand(draw: random.Random, sizes: list[int], whole: bool) -> Tensor:
+    """A tensor of these sizes, or one that is expanded to them, with any strides."""
+    sizes = [n if whole or draw.random() < 0.6 else 1 for n in sizes][0 if whole else draw.choice([0, 0, 1, 2]) :]
+    order = draw.sample(range(len(sizes)), len(sizes))
+    x = torch.empty([sizes[d] for d in order]).permute([order.index(d) for d in range(len(sizes))])
+    steps = [s if n > 1 else draw.choice([1, 3, s, x.numel()]) for n, s in zip(x.shape, x.stride(), strict=True)]
+    return x.as_strided(x.shape, steps)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_strides_of_operands_of_several_shapes(seed: int) -> None:
+    draw = random.Random(seed)
+    sizes = draw.choices([1, 1, 2, 3, 4], k=draw.choice([3, 4, 4, 5]))
+    given = [operand(draw, sizes, True), operand(draw, sizes, False) if seed % 2 else torch.tensor(2.0)]
+    if given[1].shape == given[0].shape:
+        given[1] = given[1].unsqueeze(0)
+    draw.shuffle(given)
+    want = torch.mul(*given)
+    assert strides.strides_of_broadcast(want.shape, given) == list(want.stride())
+
+
+@pytest.mark.parametrize("name", sorted(strides.BROADCAST))
+def test_a_single_image_beside_a_number_or_another_shape_has_eagers_strides(name: str) -> None:
+    """Dims of size one too: they tell the memory format."""
+    op, x = ops.OPS[name], torch.ones(1, 8, 18).transpose(1, 2).unflatten(2, (2, 4))
+    x = x.long() if "bitwise" in name else x
+    x = x > 0 if "logical" in name else x
+    others: list[Any] = [1] if name.endswith(("_scalar", "rsub")) else [torch.ones((), dtype=x.dtype), x[:, :1]]
+    for other in others:
+        given = [x] * (len(strides.BROADCAST[name]) - 1) + [other]
+        if name == "where":
+            given[0] = x > 0
+        kwargs = {"rounding_mode": "floor"} if name == "div_rounded" else {}
+        assert traced(op, given, kwargs)[0].stride() == op.target(*given, **kwargs).stride()
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("times", [lambda x: x * 1.5, lambda x: torch.where(x > 0, x, 0.5)], ids=["product", "choice"])
+def test_what_reads_the_format_of_a_single_image_gets_eagers(times: Any) -> None:
+    """Beside a number, eager keeps the stride of a single image, which is not that of channels-last ones."""
+
+    def image(x: Tensor) -> Tensor:
+        return torch.nn.functional.pixel_unshuffle(times(x.transpose(1, 2).unflatten(2, (2, 4))), 2)
+
+    x = torch.randn(1, 8, 18)
+    assert torch.compile(image, backend="x86_onednn")(x).stride() == image(x).stride()
+
+
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_a_step_with_one_image_is_compiled_again_once() -> None:
     """AOTAutograd traces saved views with other strides of dims of size one. All are mended together, and gradients follow."""
