@@ -305,6 +305,18 @@ def test_what_reads_the_format_of_a_single_image_gets_eagers(times: Any) -> None
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
+def test_a_single_image_of_symbolic_sizes_is_compiled() -> None:
+    """The order of dims is then not asked for: symbols have neither hashes nor an order."""
+
+    def image(x: Tensor) -> Tensor:
+        y = x.transpose(1, 2).unflatten(2, (2, 4))
+        return torch.where(y > 0, y * y[:, :, :1], y + y).tanh()
+
+    x = torch.randn(1, 8, 18)
+    torch.testing.assert_close(torch.compile(image, backend="x86_onednn", dynamic=True)(x), image(x))
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
 def test_a_step_with_one_image_is_compiled_again_once() -> None:
     """AOTAutograd traces saved views with other strides of dims of size one. All are mended together, and gradients follow."""
     convs = torch.nn.ModuleList(torch.nn.Conv2d(24, 24, 3, padding=1) for _ in range(3))

@@ -79,10 +79,12 @@ def _broadcast(names: Sequence[str], otherwise: Rule | None) -> Rule:
 
 def _of_single_image(tensors: Sequence[torch.Tensor], numbers: bool) -> torch.Tensor | None:
     """A tensor with eager's strides for an image that has a dim of size one, of operands of several shapes or of numbers too."""
-    if max((t.dim() for t in tensors), default=0) not in CHANNELS_LAST or (not numbers and len({*(t.shape for t in tensors)}) == 1):
+    if max((t.dim() for t in tensors), default=0) not in CHANNELS_LAST:
         return None
     if not all(isinstance(n, int) for t in tensors for n in (*t.shape, *t.stride())):
-        return None
+        return None  # by sizes, which the first run compares
+    if not numbers and len({t.shape for t in tensors}) == 1:
+        return None  # as traced
     shape = torch.broadcast_shapes(*(t.shape for t in tensors))
     if 1 not in shape or 0 in shape:
         return None
