@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fusewright import _torch_compat as compat
-from fusewright import ops
+from fusewright import ops, report
 from fusewright.conformance.ops.cases import CASES, DTYPES
 from fusewright.conformance.ops.samples import F32, NotFinite
 from fusewright.graph import retrace
@@ -229,6 +229,15 @@ def test_a_view_has_eagers_strides_where_a_dim_has_size_one() -> None:
     assert conv.meta["val"].stride() == image(*given).stride()
 
 
+@pytest.mark.parametrize("name", sorted(strides.VIEWS))
+@pytest.mark.parametrize("order", [(0, 3, 1, 2), (3, 0, 1, 2), (1, 2, 0, 3)], ids=str)
+def test_a_view_of_what_counts_as_contiguous_has_eagers_strides(name: str, order: Any) -> None:
+    """Dims of size one do not count there, and a trace keeps their strides."""
+    x = torch.randn(1, 6, 6, 1).permute(order)
+    (got,) = traced(ops.OPS[name], [x, list(x.shape)], {})
+    assert got.stride() == ops.OPS[name].target(x, list(x.shape)).stride()
+
+
 @pytest.mark.parametrize("seed", range(200))
 def test_strides_of_views(seed: int) -> None:
     draw = random.Random(seed)
@@ -245,3 +254,86 @@ def test_strides_of_views(seed: int) -> None:
     except RuntimeError:  # there is none
         want = None
     assert strides.strides_of_view(x.shape, x.stride(), shape) == want
+
+
+def operand(draw: random.Random, sizes: list[int], whole: bool) -> Tensor:
+    """A tensor of these sizes, or one that is expanded to them, with any strides."""
+    sizes = [n if whole or draw.random() < 0.6 else 1 for n in sizes][0 if whole else draw.choice([0, 0, 1, 2]) :]
+    order = draw.sample(range(len(sizes)), len(sizes))
+    x = torch.empty([sizes[d] for d in order]).permute([order.index(d) for d in range(len(sizes))])
+    steps = [s if n > 1 else draw.choice([1, 3, s, x.numel()]) for n, s in zip(x.shape, x.stride(), strict=True)]
+    return x.as_strided(x.shape, steps)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_strides_of_operands_of_several_shapes(seed: int) -> None:
+    draw = random.Random(seed)
+    sizes = draw.choices([1, 1, 2, 3, 4], k=draw.choice([3, 4, 4, 5]))
+    given = [operand(draw, sizes, True), operand(draw, sizes, False) if seed % 2 else torch.tensor(2.0)]
+    if given[1].shape == given[0].shape:
+        given[1] = given[1].unsqueeze(0)
+    draw.shuffle(given)
+    want = torch.mul(*given)
+    assert strides.strides_of_broadcast(want.shape, given) == list(want.stride())
+
+
+@pytest.mark.parametrize("name", sorted(strides.BROADCAST))
+def test_a_single_image_beside_a_number_or_another_shape_has_eagers_strides(name: str) -> None:
+    """Dims of size one too: they tell the memory format."""
+    op, x = ops.OPS[name], torch.ones(1, 8, 18).transpose(1, 2).unflatten(2, (2, 4))
+    x = x.long() if "bitwise" in name else x
+    x = x > 0 if "logical" in name else x
+    others: list[Any] = [1] if name.endswith(("_scalar", "rsub")) else [torch.ones((), dtype=x.dtype), x[:, :1]]
+    for other in others:
+        given = [x] * (len(strides.BROADCAST[name]) - 1) + [other]
+        if name == "where":
+            given[0] = x > 0
+        kwargs = {"rounding_mode": "floor"} if name == "div_rounded" else {}
+        assert traced(op, given, kwargs)[0].stride() == op.target(*given, **kwargs).stride()
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("times", [lambda x: x * 1.5, lambda x: torch.where(x > 0, x, 0.5)], ids=["product", "choice"])
+def test_what_reads_the_format_of_a_single_image_gets_eagers(times: Any) -> None:
+    """Beside a number, eager keeps the stride of a single image, which is not that of channels-last ones."""
+
+    def image(x: Tensor) -> Tensor:
+        return torch.nn.functional.pixel_unshuffle(times(x.transpose(1, 2).unflatten(2, (2, 4))), 2)
+
+    x = torch.randn(1, 8, 18)
+    assert torch.compile(image, backend="x86_onednn")(x).stride() == image(x).stride()
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_single_image_of_symbolic_sizes_is_compiled() -> None:
+    """The order of dims is then not asked for: symbols have neither hashes nor an order."""
+
+    def image(x: Tensor) -> Tensor:
+        y = x.transpose(1, 2).unflatten(2, (2, 4))
+        return torch.where(y > 0, y * y[:, :, :1], y + y).tanh()
+
+    x = torch.randn(1, 8, 18)
+    torch.testing.assert_close(torch.compile(image, backend="x86_onednn", dynamic=True)(x), image(x))
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_step_with_one_image_is_compiled_again_once() -> None:
+    """AOTAutograd traces saved views with other strides of dims of size one. All are mended together, and gradients follow."""
+    convs = torch.nn.ModuleList(torch.nn.Conv2d(24, 24, 3, padding=1) for _ in range(3))
+    x = torch.randn(1, 64, 24)
+
+    def images(x: Tensor) -> Tensor:
+        for conv in convs:
+            x = conv(x.sin().transpose(1, 2).reshape(1, 24, 8, 8)).flatten(2).transpose(1, 2)
+        return x
+
+    def step(run: Any) -> list[Tensor]:
+        convs.zero_grad()
+        run(x).square().mean().backward()
+        return [p.grad.clone() for p in convs.parameters() if p.grad is not None]
+
+    want = step(images)
+    with report.recording() as reports:
+        got = step(torch.compile(images, backend="x86_onednn"))
+    assert sum(r.superseded for r in reports) <= 1
+    torch.testing.assert_close(got, want)

@@ -6,8 +6,8 @@ two. An error above the first draw is compared with the largest of several draws
 If it exceeds them all, it is drawn several times itself, with other numbers each time, and is suspect if it exceeds twice eager's
 error on the same numbers in all draws but one. Behind many kinks one of a model's hundred gradients is so by chance, and another
 one each time: wrong is what is suspect in as many fresh draws too. Integers equal eager's, unless eager's own differ from fp64's
-by rounding: then ours may differ at twice as many places, and at no place always. Then `aot_eager`, which shares everything but
-our lowerings, is judged too.
+by rounding: then ours may differ at twice as many places, and at no place always. What is wrong is excused if it is right beside
+`aot_eager`, which shares everything but our lowerings, in eager's place: if that has the same error. A crash is excused by a crash.
 """
 
 from __future__ import annotations
@@ -166,24 +166,23 @@ def _training(v: Verdict, example: catalog.Example, backend: str) -> Verdict:
         loss.backward()
         return [loss.detach(), *(p.grad.clone() for p in own.parameters() if p.grad is not None), *_buffers(own)]
 
-    wide_given = {k: x.double() if _floating(x) else x for k, x in example.inputs.items()}
     try:
         own = copy.deepcopy(module)
         eager = grads(own, own, example.inputs)
         with accuracy.wide_arithmetic():
             own = _in_plain_ops(module).double()
-            wide = grads(own, own, wide_given)
+            wide = grads(own, own, _widened(example.inputs))
     except Exception as error:  # as above
         return replace(v, status="not run", reason=said(error))
 
     def run(backend: str) -> Calls:
         torch.compiler.reset()
-        out = []
         own = copy.deepcopy(module)
-        state = copy.deepcopy(own.state_dict())
+        begin = _beginning(own)
         compiled = torch.compile(own, backend=backend)
+        out = []
         for _ in (1, 2):
-            own.load_state_dict(state)
+            begin()
             out.append(grads(own, compiled, example.inputs))
         return out
 
@@ -194,14 +193,16 @@ def _training(v: Verdict, example: catalog.Example, backend: str) -> Verdict:
     def draws(backend: str) -> Iterator[tuple[Calls, Calls, Calls]]:
         torch.compiler.reset()
         own = copy.deepcopy(module)
+        begin = _beginning(own)
         compiled = torch.compile(own, backend=backend)
         for k in itertools.count(1):
             moved, given = _moved(module, k, APART), _moved_inputs(example.inputs, k, APART)
+            begin()
             own.load_state_dict(moved.state_dict())
             ours = grads(own, compiled, given)
             with accuracy.wide_arithmetic():
                 plain = _in_plain_ops(moved).double()
-                exact = grads(plain, plain, {n: x.double() if _floating(x) else x for n, x in given.items()})
+                exact = grads(plain, plain, _widened(given))
             yield [ours], [grads(moved, moved, given)], [exact]
 
     return _judge(v, run, backend, [eager] * 2, [wide] * 2, "fp32", draw, draws)
@@ -255,7 +256,7 @@ def _judge(
         eager=sum(r.count("eager") for r in reports), bugs=[b for r in reports for b in r.bugs][:3],
     )  # fmt: skip
     if crash:
-        return _excused(replace(v, status="crashed", reason=crash), lambda: str(run("aot_eager") and ""))
+        return _crashed(replace(v, status="crashed", reason=crash), run)
     why, ratio = _worst(got, [eager], wide, dtype)
     if not why:
         return replace(v, ratio=ratio)
@@ -264,7 +265,43 @@ def _judge(
     v = replace(v, ratio=ratio)
     if not why or (draws is not None and not (why := _typical(draws(backend), dtype))):
         return v
-    return _excused(replace(v, status="wrong", reason=why), lambda: _worst(run("aot_eager"), several, wide, dtype)[0])
+    v = replace(v, status="wrong", reason=why)
+    try:
+        other = run("aot_eager")
+    except Exception as error:  # it proves nothing about our results
+        return replace(v, reason=f"{why} | aot_eager crashes: {said(error)}")
+    beside = None if draws is None else _draws_beside(draws(backend), draws("aot_eager"))
+    if worse := _worse(got, other, several, wide, dtype, beside):
+        return replace(v, reason=f"{why} | beside aot_eager: {worse}")
+    return replace(v, status=f"{v.status} in aot_eager too", reason=f"{why} | {_worst(other, several, wide, dtype)[0]}")
+
+
+def _worse(
+    got: Calls, other: Calls, several: Sequence[Calls], wide: Calls, dtype: str, draws: Iterator[tuple[Calls, Calls, Calls]] | None
+) -> str:
+    """Describe what is wrong with ours beside `aot_eager`'s. Where eager has fewer results (no gradient, rather than one of zeros),
+    layouts alone are judged."""
+    if any(len(g) != len(e) for g, e in zip(got, several[0], strict=True)):
+        return next((why for g, o in zip(got, other, strict=True) if (why := _layout(g, o))), "")
+    why, _ = _worst(got, [_beside(got, other, several[0]), *several], wide, dtype)
+    return why if draws is None or not why else _typical(draws, dtype)
+
+
+def _beside(ours: Calls, other: Calls, eager: Calls) -> Calls:
+    """Return what ours may be as wrong as: `aot_eager`'s tensors, or eager's where ours do not have the layout of `aot_eager`'s."""
+    beside = []
+    for g, o, e in zip(ours, other, eager, strict=True):
+        own = zip(g, o, e, strict=True) if len(o) == len(g) else ()
+        beside.append([x if _layout([t], [y]) else y for t, y, x in own] or e)
+    return beside
+
+
+def _draws_beside(
+    ours: Iterator[tuple[Calls, Calls, Calls]], others: Iterator[tuple[Calls, Calls, Calls]]
+) -> Iterator[tuple[Calls, Calls, Calls]]:
+    """Draw our results with those of `aot_eager` in place of eager's."""
+    for (got, eager, exact), (other, _, _) in zip(ours, others, strict=False):
+        yield got, _beside(got, other, eager), exact
 
 
 def _typical(draws: Iterator[tuple[Calls, Calls, Calls]], dtype: str) -> str:
@@ -303,13 +340,13 @@ def _misplaced(drawn: Sequence[tuple[Tensor, Tensor, Tensor]]) -> str:
     return f"{wrong} of {total} integers are wrong, {usual} of eager's" if wrong > LIMIT * usual else ""
 
 
-def _excused(v: Verdict, other: Callable[[], str]) -> Verdict:
-    """Excuse a failure that `aot_eager` shares. `other` describes `aot_eager`'s failure, or raises its error."""
+def _crashed(v: Verdict, run: Run) -> Verdict:
+    """Excuse a crash if `aot_eager` crashes too."""
     try:
-        why = other()
+        run("aot_eager")
     except Exception as error:  # torch's own failure
-        why = said(error)
-    return replace(v, status=f"{v.status} in aot_eager too", reason=f"{v.reason} | {why}") if why else v
+        return replace(v, status=f"{v.status} in aot_eager too", reason=f"{v.reason} | {said(error)}")
+    return v
 
 
 def _worst(got: Calls, draws: Sequence[Calls], wide: Calls, dtype: str) -> tuple[str, float]:
@@ -342,6 +379,19 @@ def _moved_inputs(given: Mapping[str, Any], seed: int, by: float | None = None) 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return {k: _changed(x, by) if _floating(x) else x for k, x in given.items()}
+
+
+def _beginning(module: nn.Module) -> Callable[[], None]:
+    """Return a function that gives a module its state back, and what it counts in Python: masks taken, the last batch's size."""
+    state = copy.deepcopy(module.state_dict())
+    counts = [(part, {k: n for k, n in vars(part).items() if isinstance(n, int | float)}) for part in module.modules()]
+
+    def begin() -> None:
+        module.load_state_dict(state)
+        for part, numbers in counts:
+            vars(part).update(numbers)
+
+    return begin
 
 
 def _in_plain_ops(module: Any) -> nn.Module:
@@ -393,6 +443,10 @@ def _loss(outputs: Outputs) -> Tensor:
 
 def _buffers(module: nn.Module) -> Outputs:
     return [b.clone() for name, b in module.named_buffers() if "running_" in name]
+
+
+def _widened(given: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: x.double() if _floating(x) else x for k, x in given.items()}
 
 
 def _floating(x: Any) -> bool:

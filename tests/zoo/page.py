@@ -37,7 +37,8 @@ What that sees (20,000 simulated models, log-normal draws): a steady error of th
 tenth, in one of seven where they vary by a third; four times in three of five there, six times in 94 of 100; ten times in five of
 six where they vary by a factor of 1.8, as behind batch norms over eight values. Up to 2.5 times it sees two of 100 unless draws
 hardly vary, twice never: that is right.
-≈: exceeds that under `aot_eager` too, which has none of our kernels. –: eager does not run this mode, or sizes are fixed.
+≈: right beside `aot_eager`, which has none of our kernels, in eager's place: it has the same error.
+–: eager does not run this mode, or sizes are fixed.
 The last columns: seconds of the first call, number of graphs, ops that were lowered, ops that ran in eager.
 """
 

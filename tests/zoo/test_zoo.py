@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from tests.zoo import __main__ as command
 from tests.zoo import catalog, geometry
@@ -160,6 +160,70 @@ def test_codes_that_rounding_does_not_flip_are_eagers(share: float) -> None:
 def test_eager_alone_is_never_called_wrong() -> None:
     assert check("handmade/siamese", "training", "eager").status == "right"
     assert torch.get_default_dtype() == torch.float32
+
+
+class Masks(nn.Module):
+    """Takes the next rows of a table of masks in each call, and draws a new table for a batch of another size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.batch, self.taken = 0, 0
+        self.register_buffer("table", torch.ones(64, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.batch != len(x):
+            self.batch = len(x)
+            self.table = nn.functional.dropout(torch.ones_like(self.table))
+        mask = self.table[self.taken : self.taken + self.batch]
+        self.taken += self.batch
+        return self.linear(x) * mask
+
+
+@pytest.mark.parametrize("scale", [1.0, 1.01])
+def test_calls_begin_with_what_a_module_counted_in_python(scale: float) -> None:
+    example = catalog.Example(Masks(), {"x": torch.randn(2, 4)}, None)
+    backend: Any = backend_that(lambda t: t * scale)
+    found = judge.MODES["training"](judge.Verdict("masks", "training", "right"), example, backend)
+    assert found.status == ("right" if scale == 1.0 else "wrong"), found.reason
+
+
+WIDE = [[torch.ones(4, dtype=torch.float64)] * 2]
+RIGHT, FIRST, SECOND, LESS = ([[torch.full((4,), 1 + a), torch.full((4,), 1 + b)]] for a, b in ((0, 0), (1, 0), (0, 1), (0.1, 0)))
+
+
+@pytest.mark.parametrize(
+    ("ours", "other", "status"),
+    [
+        (FIRST, FIRST, "wrong in aot_eager too"),
+        (FIRST, SECOND, "wrong"),
+        (FIRST, LESS, "wrong"),
+        (FIRST, RIGHT, "wrong"),
+        (FIRST, None, "wrong"),
+        ([[*FIRST[0], FIRST[0][0]]], [[*FIRST[0], FIRST[0][0]]], "wrong in aot_eager too"),
+        ([[*FIRST[0], FIRST[0][0]]], FIRST, "wrong"),
+        (None, None, "crashed in aot_eager too"),
+        (None, FIRST, "crashed"),
+    ],
+    ids=["same", "elsewhere", "smaller", "none", "crash", "as many", "more", "crashes", "only ours"],
+)
+def test_only_the_same_failure_of_aot_eager_is_an_excuse(ours: Any, other: Any, status: str) -> None:
+    def run(backend: str) -> Any:
+        found = ours if backend == "ours" else other
+        if found is None:
+            raise RuntimeError(backend)
+        return found
+
+    verdict = judge.Verdict("m", "inference", "right")
+    assert judge._judge(verdict, run, "ours", RIGHT, WIDE, "fp32", lambda _: RIGHT, None).status == status
+
+
+def test_draws_beside_aot_eager_excuse_its_errors() -> None:
+    def draws(error: float) -> Iterator[Any]:
+        return itertools.repeat(([[WIDE[0][0].float() + error]], [[WIDE[0][0].float()]], [[WIDE[0][0]]]))
+
+    assert judge._typical(judge._draws_beside(draws(0.1), draws(0.1)), "fp32") == ""
+    assert "6 of 7" in judge._typical(judge._draws_beside(draws(0.1), draws(0.01)), "fp32")
 
 
 def test_the_page_holds_what_the_records_say() -> None:

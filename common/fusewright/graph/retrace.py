@@ -211,7 +211,8 @@ def as_eager(row: ops.Op | None, args: Any, kwargs: Any, val: Any) -> Any:
     vals = val if isinstance(val, tuple | list) else (val,)
     if row is not None and row.name in strides.VIEWS:
         return _seen_as(val, known[0])
-    mended = tuple(map(_laid_out, vals, (*known, *[None] * (len(vals) - len(known)))))
+    ones = row is not None and row.name in strides.BROADCAST
+    mended = tuple(_laid_out(v, like, ones) for v, like in zip(vals, (*known, *[None] * (len(vals) - len(known))), strict=True))
     return mended if isinstance(val, tuple | list) else mended[0]
 
 
@@ -220,11 +221,12 @@ def _seen_as(view: torch.Tensor, like: torch.Tensor | None) -> torch.Tensor:
     return view if like is None or view.stride() == like.stride() else view.as_strided(view.shape, like.stride())
 
 
-def _laid_out(val: Any, like: torch.Tensor | None) -> Any:
+def _laid_out(val: Any, like: torch.Tensor | None, ones: bool = False) -> Any:
+    """A value with the strides of `like`, if they differ; `ones`: also where only those of dims of size one do."""
     if like is None or not isinstance(val, torch.Tensor) or val.layout is not torch.strided or val.dim() != like.dim():
         return val
     pairs = zip(val.shape, val.stride(), like.stride(), strict=True)
-    if all(compat.statically_true(s == t) or compat.statically_true(n == 1) for n, s, t in pairs):
+    if all(compat.statically_true(s == t) or (compat.statically_true(n == 1) and not ones) for n, s, t in pairs):
         return val
     return torch.empty_strided(val.shape, like.stride(), dtype=val.dtype, device=val.device)
 

@@ -49,6 +49,84 @@ def _iterated(*names: str) -> Rule:
     return rule
 
 
+_TWO = (
+    "add sub mul div div_rounded fmod remainder maximum minimum fmax fmin atan2 hypot copysign logaddexp xlogy xlog1py eq ne"
+    " lt le gt ge logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor rsub fmod_scalar remainder_scalar"
+    " eq_scalar ne_scalar lt_scalar le_scalar gt_scalar ge_scalar bitwise_and_scalar bitwise_or_scalar bitwise_xor_scalar"
+)
+BROADCAST: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(_TWO.split(), ("self", "other")),
+    "pow": ("self", "exponent"),
+    "where": ("condition", "self", "other"),
+    **dict.fromkeys(("addcmul", "addcdiv"), ("self", "tensor1", "tensor2")),
+    "lerp": ("self", "end", "weight"),
+}
+"""Rows with operands that need not have one shape. Their results too have the strides of dims of size one."""
+
+
+def _broadcast(names: Sequence[str], otherwise: Rule | None) -> Rule:
+    """TensorIterator's order of the dims for operands of several shapes or a number, where an image is made that has a dim of size
+    one. Tracing takes the memory format of operands that are dense in one, which says nothing of a single image's stride."""
+
+    def rule(a: Args) -> tuple[torch.Tensor | None, ...]:
+        given = [a[n] for n in names]
+        tensors = [t for t in given if isinstance(t, torch.Tensor)]
+        made = _of_single_image(tensors, len(tensors) < len(given))
+        return (made,) if made is not None else () if otherwise is None else otherwise(a)
+
+    return rule
+
+
+def _of_single_image(tensors: Sequence[torch.Tensor], numbers: bool) -> torch.Tensor | None:
+    """A tensor with eager's strides for an image that has a dim of size one, of operands of several shapes or of numbers too."""
+    if max((t.dim() for t in tensors), default=0) not in CHANNELS_LAST:
+        return None
+    if not all(isinstance(n, int) for t in tensors for n in (*t.shape, *t.stride())):
+        return None  # by sizes, which the first run compares
+    if not numbers and len({t.shape for t in tensors}) == 1:
+        return None  # as traced
+    shape = torch.broadcast_shapes(*(t.shape for t in tensors))
+    if 1 not in shape or 0 in shape:
+        return None
+    strides = strides_of_broadcast(shape, tensors)
+    same = next((t for t in tensors if t.shape == shape and list(t.stride()) == strides), None)
+    return torch.empty_strided(shape, strides, device=tensors[0].device) if same is None else same
+
+
+def strides_of_broadcast(shape: Sequence[int], given: Sequence[torch.Tensor]) -> list[int]:
+    """TensorIterator's strides of a new result of operands that are expanded to this shape."""
+    operands = [_expanded_strides(t, shape) for t in given]
+    order = list(range(len(shape) - 1, -1, -1))  # the innermost dim first
+    for i in range(1, len(order)):
+        at = i
+        for k in range(i - 1, -1, -1):
+            found = _further_out(order[k], order[at], shape, operands)
+            if found > 0:
+                order[k], order[at], at = order[at], order[k], k
+            elif found < 0:
+                break
+    made, step = [0] * len(shape), 1
+    for d in order:
+        made[d], step = step, step * shape[d]
+    return made
+
+
+def _expanded_strides(t: torch.Tensor, shape: Sequence[int]) -> list[int]:
+    """Zero where the tensor is repeated, and where it lacks a dim."""
+    own = [s if n == m else 0 for n, m, s in zip(t.shape, shape[len(shape) - t.dim() :], t.stride(), strict=True)]
+    return [0] * (len(shape) - t.dim()) + own
+
+
+def _further_out(d: int, e: int, shape: Sequence[int], operands: Sequence[Sequence[int]]) -> int:
+    """Whether dim `d` belongs outside (1) or inside (-1) of dim `e`, by the first operand that tells."""
+    for steps in operands:
+        if steps[d] and steps[e] and steps[d] != steps[e]:
+            return 1 if steps[d] > steps[e] else -1
+        if steps[d] and steps[e] and shape[d] > shape[e]:
+            return 1
+    return 0
+
+
 def _of_expanded(a: Args) -> tuple[torch.Tensor | None, ...]:
     """Torch's rules convert operands of half types to the type in which they compute, and the copy of an expanded one is dense."""
     given = [t for t in (a["self"], a["other"]) if isinstance(t, torch.Tensor)]
@@ -82,13 +160,13 @@ def _suggested(name: str) -> Rule:
 
     def rule(a: Args) -> tuple[torch.Tensor | None, ...]:
         x = a[name]
-        how = CHANNELS_LAST[x.dim()] if x.dim() in CHANNELS_LAST and _like_channels_last(x) else torch.contiguous_format
+        how = CHANNELS_LAST[x.dim()] if x.dim() in CHANNELS_LAST and like_channels_last(x) else torch.contiguous_format
         return (_in_format(x, how),)
 
     return rule
 
 
-def _like_channels_last(x: torch.Tensor) -> bool:
+def like_channels_last(x: torch.Tensor) -> bool:
     """Torch's `suggest_memory_format`: strides grow from the channels over the last dimensions to the first."""
     step: Any = 0
     for d in (1, *range(x.dim() - 1, 1, -1), 0):
@@ -111,8 +189,10 @@ def _viewed(size: str) -> Rule:
 
     def rule(a: Args) -> tuple[torch.Tensor | None, ...]:
         x, shape = a["self"], a[size]
-        if 1 not in shape or not all(isinstance(n, int) and n > 0 for n in (*x.shape, *x.stride())) or x.is_contiguous():
+        if 1 not in shape or not all(isinstance(n, int) and n > 0 for n in (*x.shape, *x.stride())):
             return ()
+        if list(x.stride()) == strides_of_view([x.numel()], [1], x.shape):
+            return ()  # row-major, also in dims of size one: so is the view in a trace
         shape = [x.numel() // -math.prod(shape) if n == -1 else n for n in shape]
         strides = strides_of_view(x.shape, x.stride(), shape)
         return () if strides is None else (torch.empty_strided(shape, strides, device=x.device),)
@@ -183,7 +263,7 @@ def _padded(a: Args) -> tuple[torch.Tensor | None, ...]:
     for i in range(len(pad) // 2):
         shape[-1 - i] = shape[-1 - i] + pad[2 * i] + pad[2 * i + 1]
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    how = formats[x.dim()] if x.dim() in formats and _like_channels_last(x) else torch.contiguous_format
+    how = formats[x.dim()] if x.dim() in formats and like_channels_last(x) else torch.contiguous_format
     return (torch.empty(shape, device=x.device, memory_format=how),)
 
 
@@ -252,6 +332,7 @@ RULES: dict[str, Rule] = {
     "layer_norm_backward": _contiguous("input"),
     "rms_norm_backward": _contiguous("input"),
 }
+RULES |= {name: _broadcast(names, RULES.get(name)) for name, names in BROADCAST.items()}
 
 
 def expected(row: Op, args: Any, kwargs: Any) -> tuple[torch.Tensor | None, ...]:

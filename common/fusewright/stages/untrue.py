@@ -42,7 +42,10 @@ def _mended(c: Compilation, mismatch: MetadataMismatch) -> bool:
         return False
     val, values = value_of(node), [v.id for v in c.index.values(node)]
     val = val[values.index(mismatch.id)] if isinstance(val, tuple | list) else val
-    return isinstance(val, torch.Tensor) and not opaque.mismatch(mismatch.actual, tensor_spec(val), mismatch.sizes)
+    if not isinstance(val, torch.Tensor):
+        return False
+    spec = tensor_spec(val)
+    return not opaque.mismatch(mismatch.actual, spec, mismatch.sizes) and not opaque.another_format(mismatch.actual, spec)
 
 
 def _learn(c: Compilation, mismatch: MetadataMismatch) -> None:

@@ -16,7 +16,7 @@ import torch
 from fusewright.errors import without_memory
 from fusewright.interface import Dim
 from fusewright.plan.build import Plan
-from fusewright.plan.execute.opaque import mismatch
+from fusewright.plan.execute.opaque import another_format, mismatch
 from fusewright.plan.ir import Call, Ref, Run, reads
 from fusewright.sizes.expr import Atom
 from fusewright.storage import NO_MEMORY, why_not
@@ -44,6 +44,7 @@ class Check:
         every = (*plan.prepare, *plan.instructions)
         self._read = {r for i in every if not isinstance(i, Call) for r in reads(i)}
         self._used = {r for i in every for r in reads(i)} | {o.id for o in plan.outputs if isinstance(o, Ref)} | {*plan.inputs}
+        self._inputs = {*plan.inputs}
         self._sizes: dict[Atom, int] = {}
         self._compared: set[int] = set()
         self._empty: set[int] = set()
@@ -70,6 +71,8 @@ class Check:
             return MetadataMismatch(id, None, reason)
         (self._compared if spec.static or value.numel() else self._empty).add(id)
         reason = mismatch(value, spec, self._sizes)
+        if not reason and id in self._inputs:
+            reason = another_format(value, spec)
         return MetadataMismatch(id, value, reason, self._sizes) if reason else None
 
     def _shown_sizes(self, id: int, value: Any) -> Iterator[tuple[Atom, int]]:

@@ -11,6 +11,7 @@ import torch
 from fusewright.errors import BackendContractError
 from fusewright.graph.spec import device_text
 from fusewright.interface import Region, Size, TensorSpec
+from fusewright.ops.strides import CHANNELS_LAST, like_channels_last
 from fusewright.sizes.expr import Atom, evaluate
 
 
@@ -63,6 +64,17 @@ def mismatch(t: object, spec: TensorSpec, sizes: Mapping[Atom, int] = MappingPro
         if any(n != 1 and w not in (s, None) for n, s, w in zip(t.shape, t.stride(), wanted, strict=True)):
             return f"has strides {t.stride()}, expected ({', '.join(map(str, spec.stride))})"
     return ""
+
+
+def another_format(t: torch.Tensor, spec: TensorSpec) -> str:
+    """How the memory format that operators take from strides, also those of dims of size one, differs from its spec's, or ""."""
+    if not spec.static or not spec.stride or t.dim() not in CHANNELS_LAST or t.layout is not torch.strided:
+        return ""
+    if 1 not in t.shape or t.stride() == spec.stride:
+        return ""
+    traced = torch.empty_strided(spec.shape, spec.stride, device="meta")  # type: ignore[arg-type]
+    same = like_channels_last(t) == like_channels_last(traced)
+    return "" if same else f"has strides {t.stride()}, expected {tuple(traced.stride())}"
 
 
 def _known(size: Size, sizes: Mapping[Atom, int]) -> int | None:
