@@ -234,3 +234,17 @@ def test_an_address_that_runs_through_a_block_is_the_position_in_it() -> None:
     """Triton does not see that neighbours lie together if the position was divided by 11 and put together again."""
     kernel = shifted(8192, 11, 1)
     assert "tl.store(out_ptr + x," in emit(kernel, choose(kernel, H100)).text
+
+
+@pytest.mark.parametrize("operands", [1, 2, 3, 5])
+def test_warps_are_a_power_of_two_however_many_matrices_a_kernel_passes(operands: int) -> None:
+    """Gradients of layer norms of tokens that are the same for a whole batch pass three: Triton refused six warps."""
+    b = Builder("passed", p=[27], r=[768 * 16])
+    given = [b.input(f"x{k}", "bf16") for k in range(operands)]
+    vector, out = b.input("v", "bf16"), b.output("out", "f32")
+    i, r = b.axes
+    terms = b.load(vector, r).to("f32")
+    for x in given:
+        terms = terms * b.load(x, i * (768 * 16) + r).to("f32")
+    b.store(out, i, b.reduce("sum", terms))
+    assert choose(b.build(), H100).warps.bit_count() == 1
