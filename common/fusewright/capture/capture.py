@@ -128,7 +128,7 @@ def _memory(node: Node) -> object:
 
 def _bases(run: Callable[[list[Any]], Any], places: Sequence[int]) -> Callable[[list[Any]], Any]:
     """Wrap `run` so that no result at `places` is a view, as those of plans may be: autograd forbids writes to views that a custom
-    function, such as AOTAutograd's, returned. Of views of inputs it forbids them rightly: those are pieces, where eager fails too."""
+    function, such as AOTAutograd's, returned. It forbids those to pieces of inputs rightly: eager fails there too."""
 
     def call(args: list[Any]) -> Any:
         results = list(run(args))
