@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -112,6 +113,18 @@ def test_results_may_be_written_in_place() -> None:
     fast = torch.compile(f, backend="x86_onednn")
     for _ in range(3):
         torch.testing.assert_close(torch.autograd.grad(fast(x, mask).square().sum(), given), wanted)
+
+
+@pytest.mark.parametrize("pieces", [lambda x: x.chunk(2), lambda x: x.split(3), lambda x: x.unbind()])
+def test_pieces_of_inputs_are_no_results_to_write(pieces: Callable[[torch.Tensor], Sequence[torch.Tensor]]) -> None:
+    """Eager fails, as the input's gradients would be wrong; the write was not noticed."""
+    for run in (pieces, torch.compile(pieces, backend=BACKEND, options={"never_slower": False})):
+        x = torch.ones(4, 4, requires_grad=True)
+        out = run(x)[0]
+        assert out._base is x
+        with pytest.raises(RuntimeError, match="is a view and is being modified inplace"):
+            out.mul_(2)
+        assert torch.equal(x, torch.ones(4, 4))
 
 
 def test_sparse_gradients() -> None:

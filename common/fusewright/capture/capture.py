@@ -114,14 +114,21 @@ def through_aot(
 
 
 def _made(aten: GraphModule, count: int) -> list[int]:
-    """Positions of the first `count` results that the graph makes; the others are its inputs."""
+    """Positions of the first `count` results that the graph makes; the others are its inputs, or views of them."""
+    given = set(map(_memory, aten.graph.find_nodes(op="placeholder")))
     (output,) = aten.graph.find_nodes(op="output")
-    return [k for k, n in enumerate(output.args[0][:count]) if isinstance(n, Node) and n.op != "placeholder"]
+    return [k for k, n in enumerate(output.args[0][:count]) if isinstance(n, Node) and _memory(n) not in given]
+
+
+def _memory(node: Node) -> object:
+    """What a node shares with others that show the same memory."""
+    val = value_of(node)
+    return compat.storage_id(val) if isinstance(val, torch.Tensor) and val.layout is torch.strided else node
 
 
 def _bases(run: Callable[[list[Any]], Any], places: Sequence[int]) -> Callable[[list[Any]], Any]:
     """Wrap `run` so that no result at `places` is a view, as those of plans may be: autograd forbids writes to views that a custom
-    function, such as AOTAutograd's, returned."""
+    function, such as AOTAutograd's, returned. It forbids those to pieces of inputs rightly: eager fails there too."""
 
     def call(args: list[Any]) -> Any:
         results = list(run(args))

@@ -117,8 +117,8 @@ def _contraction(node: Node) -> Contraction | None:
     varying = frozenset(d for d, n in enumerate(sizes) if not compat.statically_true(n == 1))
     summed = frozenset(_reduced(node, len(sizes))) & varying
     sides = _two_sides(_factors(product, len(sizes), varying))
-    if sides is None or not summed or not all(summed <= side.dims for side in sides):
-        return None
+    if sides is None or not summed or not all(summed <= side.dims for side in sides) or varying > sides[0].dims | sides[1].dims:
+        return None  # a dim in which no operand varies, of a gradient that was expanded, is in no product
     found = Contraction(sizes, *sides, summed)
     return found if found.rows and found.columns and hint(size(found.size(found.inner))) <= MOST_SUMMED else None
 
@@ -188,14 +188,18 @@ def _reduced(node: Node, rank: int) -> list[int]:
 
 def _matrices(r: Rewriter, factor: Factor, groups: Sequence[Sequence[int]], c: Contraction, dtype: torch.dtype) -> Node:
     """The product of a factor's operands, its dims in groups: a matrix for each element of the first, if there is one."""
-    x = factor.nodes[0]
-    for other in factor.nodes[1:]:
+    x, *others = (_cast(r, n, dtype) if value_of(n).dtype.itemsize < dtype.itemsize else n for n in factor.nodes)
+    for other in others:  # no product is rounded to fewer digits than eager's, which multiplies in another order
         x = r.call("mul", (x, other))
-    x = r.call("cast", (x,), kwargs={"dtype": dtype}) if value_of(x).dtype != dtype else x
+    x = _cast(r, x, dtype)
     missing = len(c.sizes) - value_of(x).dim()
     held = [d - missing for group in groups for d in group]
     x = _permuted(r, x, held + [d for d in range(value_of(x).dim()) if d not in held])
     return _viewed(r, x, [c.size(group) for group in groups if group or group is not groups[0]])
+
+
+def _cast(r: Rewriter, x: Node, dtype: torch.dtype) -> Node:
+    return x if value_of(x).dtype == dtype else r.call("cast", (x,), kwargs={"dtype": dtype})
 
 
 def _permuted(r: Rewriter, x: Node, dims: list[int]) -> Node:

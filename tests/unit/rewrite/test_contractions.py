@@ -63,6 +63,12 @@ CONTRACTIONS: dict[str, tuple[Fn, tuple[Tensor, ...], str]] = {
     "expanded": (lambda a, b: (a[:, :, None].expand(3, 5, 4, 7) * b[:, None].expand(3, 5, 4, 7)).sum(-1), (A, B), "bmm"),
     "bfloat16": (lambda a, b: (a[:, :, None] * b[:, None]).sum(-1), (A.bfloat16(), B.bfloat16()), "bmm"),
     "a weight for each term": (lambda a, b, w: (a[:, :, None] * b[:, None] * w).sum(-1), (A, B, torch.randn(7)), "bmm"),
+    "halves beside another type": (
+        lambda a, b, w: (a[:, :, None] * b[:, None] * w).sum(-1), (A.bfloat16(), B, torch.randn(7).bfloat16()), "bmm",
+    ),
+    "a number with more digits": (
+        lambda a, b, w: (a[:, :, None] * b[:, None] * w).sum(-1), (A.bfloat16(), B.bfloat16(), torch.tensor(1 / 3)), "bmm",
+    ),
     "a mask of scores": (
         lambda s, m, v: (s[..., None] * m[..., None] * v[:, None]).sum(2),
         (torch.randn(2, 5, 6), torch.randn(5, 6), torch.randn(2, 6, 3)), "bmm",
@@ -86,6 +92,9 @@ OTHERS: dict[str, tuple[Fn, tuple[Tensor, ...]]] = {
     "a product that is read elsewhere": (lambda a, b: (p := a[:, :, None] * b[:, None]).sum(-1) + p.amax(-1), (A, B)),
     "integers": (lambda a, b: (a[:, :, None] * b[:, None]).sum(-1), (A.long(), B.long())),
     "a sum in another type": (lambda a, b: (a[:, :, None] * b[:, None]).sum(-1, dtype=torch.float64), (A, B)),
+    "a dim that is expanded": (
+        lambda a, b: (a[:, :, None, None].expand(3, 5, 1, 6, 7) * b[:, None, :, None]).sum(-1), (A, B),
+    ),
     "a factor of all dims": (lambda a, b, c: (a[:, :, None] * b[:, None] * c).sum(-1), (A, B, torch.randn(3, 5, 4, 7))),
     "a long sum": (lambda a, b: (a[:, None] * b).sum(-1), (torch.randn(4, 2048), torch.randn(3, 2048))),
 }
