@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import importlib
 import json
 import logging
 import operator
@@ -577,9 +578,7 @@ def saved_result() -> Any:
 
 def graph_pickler() -> Any:
     """Torch's module that pickles Dynamo's graphs with their fake inputs."""
-    from torch.fx import _graph_pickler
-
-    return _graph_pickler
+    return importlib.import_module("torch.fx._graph_pickler")
 
 
 class DynamoCall(NamedTuple):
@@ -629,6 +628,12 @@ def skips(code: CodeType) -> list[Callable[[], None]]:
     return [functools.partial(change, code, way) for way in ways]
 
 
+def without_frames(function: object) -> Callable[[], object]:
+    """What allows a call of a function with `fullgraph`, which torch else refuses, to run nothing that Dynamo compiled."""
+    count = getattr(torch._C._dynamo.eval_frame, "set_fullgraph_compiled_frame_count", None)
+    return functools.partial(count, -1) if count is not None and getattr(function, "fullgraph", False) else lambda: None
+
+
 def around_compilations(start: Callable[[Any], None], end: Callable[[Any], None]) -> bool:
     """Let Dynamo, if it is imported, call these around its compilations until `torch.compiler.reset`. Return whether it does so."""
     handler = getattr(sys.modules.get(DYNAMO), "callback_handler", None)
@@ -654,9 +659,7 @@ def _read_no_masks() -> None:
 
 def real_tensors() -> Any:
     """A context manager in which ops really compute, since AOTAutograd compiles inside a FakeTensorMode."""
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
-
-    return unset_fake_temporarily()
+    return importlib.import_module("torch._subclasses.fake_tensor").unset_fake_temporarily()
 
 
 WHOLE: dict[Any, Any] = {torch._C._nn.scaled_dot_product_attention: torch.ops.aten.scaled_dot_product_attention.default}
@@ -686,9 +689,7 @@ def without_modes() -> Iterator[None]:
 
 def python_dispatcher() -> Any:
     """A context manager that selects torch's Python forms of operators, as in AOTAutograd's tracing."""
-    from torch._dispatch.python import enable_python_dispatcher
-
-    return enable_python_dispatcher()
+    return importlib.import_module("torch._dispatch.python").enable_python_dispatcher()
 
 
 def symbolic_mode() -> Any:
@@ -795,6 +796,4 @@ def inductor_freezing() -> contextlib.AbstractContextManager[None]:
 
 def aot_inductor() -> Any:
     """The module of `aoti_compile_and_package` and `aoti_load_package`, as documented for AOTInductor."""
-    import torch._inductor
-
-    return torch._inductor
+    return importlib.import_module("torch._inductor")

@@ -29,7 +29,7 @@ class Plan:
     `prepare` runs when a weight is first seen or has changed; it reads `prepare_inputs` and makes `prepare_outputs`.
     `attributes` are the tensors held by the traced graph, with their names. `scalars` names the size symbols that inputs and
     results carry as numbers. `kernels` are the loop kernels of its launches by structural hash. `policy` is that of the
-    backend. `alone`: no op is long enough to share with other threads.
+    backend. `alone`: no op is long enough to share with other threads. `trains`: autograd receives its results.
     """
 
     inputs: tuple[int, ...]
@@ -44,6 +44,7 @@ class Plan:
     scalars: dict[int, str] = field(default_factory=dict)
     kernels: dict[str, Any] = field(default_factory=dict)
     alone: bool = False
+    trains: bool = False
     policy: DevicePolicy = field(default=DevicePolicy(), compare=False)
     doubted: frozenset[int] = field(default=frozenset(), compare=False)
     """Values whose metadata was found to be untrue more than once; such plans are not kept on disk."""
@@ -85,7 +86,8 @@ def build(index: GraphIndex, members: Sequence[Sequence[Node]], compiled: Sequen
         if v.dim and v.dim.expr.name
     }
     kernels = {h: k for _, result in compiled if isinstance(result, Fragment) for h, k in result.kernels.items()}
-    return Plan(inputs, outputs, main, prepare, leaves, kept, specs, attributes, comments, scalars, kernels)
+    trains = index.phase != "infer"
+    return Plan(inputs, outputs, main, prepare, leaves, kept, specs, attributes, comments, scalars, kernels, trains=trains)
 
 
 def attribute(module: Any, target: str) -> Any:

@@ -20,7 +20,7 @@ from fusewright.sizes.expr import Extent, SizeExpr
 from fusewright.sizes.serial import from_data as size_from_data
 from fusewright.sizes.serial import to_data as size_to_data
 
-FORMAT = 5
+FORMAT = 6
 """Incremented when the JSON changes; entries of other formats are cache misses."""
 
 
@@ -43,6 +43,7 @@ def to_data(plan: Plan) -> dict[str, Any]:
         "scalars": {str(i): symbol for i, symbol in plan.scalars.items()},
         "kernels": sorted(plan.kernels),
         "alone": plan.alone,
+        "trains": plan.trains,
         "origins": {str(i): [o.ops, o.position] for i, o in plan.origins.items()},
     }
 
@@ -66,6 +67,7 @@ def from_data(data: dict[str, Any], attribute: Callable[[str], Any]) -> Plan:
         scalars={int(i): symbol for i, symbol in data["scalars"].items()},
         kernels=dict.fromkeys(data["kernels"]),
         alone=data["alone"] is True,
+        trains=data["trains"] is True,
         origins={int(i): Origin(str(ops), position) for i, (ops, position) in data["origins"].items()},
     )
 

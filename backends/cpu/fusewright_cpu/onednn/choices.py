@@ -54,11 +54,14 @@ class Fitted:
     """The least work for which a weight in MKL's layout is measured: below it, eager's call packs the weight in no time."""
     gemv_weight: int
     """The least elements of a weight for which our product of few rows is measured: smaller ones stay in a cache."""
+    tiny_product: int
+    """The most multiplications for which it is measured as well: eager's call takes longer than its product there."""
 
 
 FITTED = Fitted(
     "2-core AMD Zen 5 virtual machine (AVX-512), 2026-11-21, docs/studies/onednn.md",
     packed_gain=1.04, copy=1.5, small_product=1 << 15, mkl_flops=1e6, gemv_weight=1 << 18,
+    tiny_product=1 << 15,
 )  # fmt: skip
 
 
@@ -206,15 +209,15 @@ def in_turn(n: int, k: int, dtype: torch.dtype, make: Callable[[], Made]) -> Ite
 
 def own_product(kernel: own.Linear, m: int, k: int, n: int, scalars: Sequence[float] = ()) -> Callable[..., torch.Tensor]:
     """Return our own kernel with weights [n, k] to measure it with: a function of m dense rows, and of those that it adds."""
-    launcher, wide = compile_kernels([kernel]).launcher(kernel), own.padded(kernel, n)
+    launch, wide = compile_kernels([kernel]).launcher(kernel).bound((m, n, k, k), scalars), own.padded(kernel, n)
     dtype = to_torch(kernel.dtype)
     turn = in_turn(n, k, dtype, lambda: torch.full((wide, k), ELEMENT, dtype=dtype))
     bias = [torch.full((wide,), 0.5)] if kernel.bias else []
 
     def run(*rows: torch.Tensor) -> torch.Tensor:
-        out = torch.empty(m, n, dtype=dtype)
+        out = torch.empty_strided((m, n), (n, 1), dtype=dtype)
         x, *other = rows
-        launcher([x, next(turn), *bias, *other, out], (m, n, k, k), scalars)
+        launch(x, next(turn), *bias, *other, out)
         return out
 
     return run
@@ -224,11 +227,11 @@ def few_rows(p: Product) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor |
     """Return our own kernel for a product of few rows, as a function of input, weight [n, k] and bias."""
     kind = from_torch(p.dtype)
     kernel = Gemv(p.m, kind, kind, kind if p.bias else "")
-    launcher = compile_kernels([kernel]).launcher(kernel)
+    launch = compile_kernels([kernel]).launcher(kernel).bound((p.n, p.k))
 
     def run(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        out = torch.empty(p.m, p.n, dtype=p.dtype)
-        launcher([x, w, *([] if bias is None else [bias]), out], (p.n, p.k))
+        out = torch.empty_strided((p.m, p.n), (p.n, 1), dtype=p.dtype)
+        launch(x, w, out) if bias is None else launch(x, w, bias, out)
         return out
 
     return run
@@ -269,7 +272,8 @@ def attention_form(
     def own() -> Thunk:
         launcher, given = compile_kernels([kernel]).launcher(kernel), tensors()
         built.append(launcher)
-        return lambda: launcher(given, sizes, (scale,))
+        launch = launcher.bound(sizes, (scale,))
+        return lambda: launch(*given)
 
     key = f"{kernel.name} eager/kernel {'x'.join(map(str, sizes))}"
     return ctx.choose(key, Lazy({"eager": eager, "kernel": own}))
@@ -319,7 +323,8 @@ def depthwise_form(
         built.append(launcher)
         weight, bias = torch.full((math.prod(kernel.kernel), width), 0.5), torch.zeros(width)
         given = [image(n, c, h, w), weight, bias, image(n, c, oh, ow)]
-        return lambda: launcher(given, sizes, limits)
+        launch = launcher.bound(sizes, limits)
+        return lambda: launch(*given)
 
     key = f"{kernel.name}{' apart' if apart else ''} packed/own {'x'.join(map(str, sizes))}"
     return ctx.choose(key, Lazy({"onednn": onednn, "kernel": own}))
@@ -401,7 +406,8 @@ def conv_form(
         x, other = _filled(*conv.image), _filled(conv.image[0], channels, *sizes[7:9])
         more = [*([torch.zeros(channels + kernel.columns)] if kernel.bias else []), *([other] if kernel.add else [])]
         more += [] if kernel.pointwise else [torch.zeros(of_group)]
-        return lambda: launcher([x, next(turn), *more, torch.empty_like(other)], sizes, scalars)
+        launch = launcher.bound(sizes, scalars)
+        return lambda: launch(x, next(turn), *more, torch.empty_like(other))
 
     key = f"{kernel.name} packed/own {conv.key}"
     onednn = partial(_onednn_conv, conv, kernel.add, sizes[7:9], partial(_filled, *conv.image))
@@ -444,7 +450,8 @@ def first_form(
         wide = -(-n // kernel.columns) * kernel.columns
         weight, out = torch.full((wide, k), ELEMENT), _filled(conv.image[0], n, *sizes[6:8]).to(dtype)
         more = [*([torch.zeros(wide)] if kernel.bias else []), *([out.clone()] if kernel.add else [])]
-        return lambda: launcher([x, weight, *more, out], sizes, scalars)
+        launch = launcher.bound(sizes, scalars)
+        return lambda: launch(x, weight, *more, out)
 
     onednn = partial(_onednn_conv, conv, kernel.add, sizes[6:8], image)
     key = f"{kernel.name} packed/own {conv.key} {'x'.join(map(str, steps))}"
@@ -498,7 +505,8 @@ def transposed_form(
         turn = in_turn(wide, sizes[2], torch.float32, lambda: torch.full((wide, sizes[2]), ELEMENT))
         more = [*([torch.zeros(conv.result[1] + kernel.columns)] if kernel.bias else []), *([other] if kernel.add else [])]
         more.append(torch.zeros(sizes[4]))
-        return lambda: launcher([x, next(turn), *more, torch.empty_like(other)], sizes, scalars)
+        launch = launcher.bound(sizes, scalars)
+        return lambda: launch(x, next(turn), *more, torch.empty_like(other))
 
     key = f"{kernel.name} packed/own {conv.key}"
     return ctx.choose(key, Lazy({"packed": onednn, own.FORM: ours}))

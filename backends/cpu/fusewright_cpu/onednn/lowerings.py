@@ -120,7 +120,8 @@ def linear_form(m: Match, b: Builder) -> str:
     product = product_of(op)
     x, w, _ = operands(op)
     library = multiplies(product.dtype, b.ctx.device)
-    worth = not library or product.k * product.n >= FITTED.gemv_weight
+    large, tiny = product.k * product.n >= FITTED.gemv_weight, product.m * product.k * product.n <= FITTED.tiny_product
+    worth = not library or large or tiny
     few = [own.FEW_ROWS] if worth and own.gemv_of(op, operands(op), b) else []
     if not library:
         return choices.linear_form(b.ctx, product, ("aten", *few), unary_of(m, b))

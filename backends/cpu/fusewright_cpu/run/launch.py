@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from fusewright.errors import without_memory
+from fusewright.plan import native
 from fusewright.toolkit.ir import checks
 from fusewright.toolkit.ir.ir import Kernel
 from fusewright.toolkit.ir.types import is_float, to_torch
@@ -39,13 +40,28 @@ class Launcher:
     ) -> None:
         """Run the kernel; afterwards, raise an error that one of its checks found, as eager raises it."""
         words = [t.data_ptr() or without_memory(t) for t in tensors]
-        words.extend(sizes)
-        for x, wide in zip(scalars, self._floats, strict=True):
-            words.append(float_bits(x) if wide else int(x))
-        block = self._block(*words)
+        block = self._block(*words, *sizes, *self._words(scalars))
         code = self._call(ctypes.addressof(block), torch.get_num_threads())
         if code:
             raise error(self.kernel, code, sizes)
+
+    def bound(self, sizes: Sequence[int] = (), scalars: Sequence[int | float | bool] = ()) -> Callable[..., None]:
+        """Return a function of the tensors that launches as plans do, for measurements: the host's part of a short call decides
+        what is faster. From one thread at a time."""
+        core, buffers = native.extension(), len(self.kernel.buffers)
+        if core is None:
+            return lambda *tensors: self(tensors, sizes, scalars)
+        block = self._block(*[0] * buffers, *sizes, *self._words(scalars))
+        call, at, workers = core.launch(self.address, tuple(range(buffers))), ctypes.addressof(block), torch.get_num_threads()
+
+        def launch(*tensors: torch.Tensor) -> None:
+            if code := call(at, workers, *tensors):
+                raise error(self.kernel, code, block[buffers:])  # which holds the block
+
+        return launch
+
+    def _words(self, scalars: Sequence[int | float | bool]) -> list[int]:
+        return [float_bits(x) if wide else int(x) for x, wide in zip(scalars, self._floats, strict=True)]
 
     def checked(
         self,

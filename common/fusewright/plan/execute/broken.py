@@ -39,6 +39,9 @@ LOOKED = 16
 """As long as all calls had the same sizes, the sizes of one call in this many are checked, unless it is part of a round: in
 the caches that a step leaves cold, the check takes longer than everything else here."""
 
+SEEN = 8
+"""Calls before the first that pass unseen: functions that call themselves are known by then."""
+
 SHORT = 1 << 18
 """The most elements of all tensors that a graph reads in a short step: multiplied with a few rows, they keep a core busy for a
 millisecond."""
@@ -51,8 +54,10 @@ class BrokenCalls:
     """The hook for calls of one compiled function. `codes` are those that its calls enter first: Dynamo does not see what eager
     runs by them, nor anything that they call. `devices` are those of its graphs."""
 
-    def __init__(self, name: str, may: Callable[[], bool]) -> None:
+    def __init__(self, name: str, may: Callable[[], bool], function: object = None) -> None:
         self.name, self.codes = name, set[CodeType]()
+        self._ways = dict[CodeType, _Ways]()
+        self._allow = compat.without_frames(function)
         self.breaks, self.hooks = False, list[Callable[[], Callable[[], None]]]()
         self._may = may
         self._devices = dict[torch.device, None]()
@@ -61,8 +66,9 @@ class BrokenCalls:
         self._traced = set[CodeType]()
         self._trials: dict[Hashable, Trial] = {}
         self._thread: int | None = None
-        self._inside = False
+        self._inside = self._nested = False
         self._only: dict[bool, Trial | None] = {}
+        self._rests: dict[bool, int] = {}
         self._decided: dict[bool, tuple[Callable[[], None], Callable[[], None]]] = {}
         self._looked = 0
         self._resets = _resets()
@@ -80,6 +86,7 @@ class BrokenCalls:
             if trial.times or trial.begun is not None:
                 self._drop(trial)  # a call that compiles is long
         self._decided.clear()
+        self._rests.clear()
         running = {_place(code) for code in call.running}
         inside = any(_place(code) in running for code in self._traced)
         entered = _code_of(call.entered)
@@ -102,6 +109,8 @@ class BrokenCalls:
         self._looked += 1
         if torch.are_deterministic_algorithms_enabled() or (training and compat.saved_elsewhere()):
             return at_once  # a checkpoint's second call must save what its first one did
+        if self._looked < self._rests.get(training, 0):
+            return at_once
         if decided is None or self._looked % LOOKED == 0 or self._resets != _resets():
             return self._looked_at(training)
         begin, end = decided
@@ -120,16 +129,21 @@ class BrokenCalls:
             return self._leave_alone if settled and not self.breaks else at_once
         if trial.verdict is None:
             return self._timed(trial)
-        return self._in_eager()
+        if (decided := self._decided.get(training)) is None:
+            return self._in_eager()
+        begin, end = decided
+        begin()
+        return end
 
     def _timed(self, trial: Trial) -> Callable[[], None]:
-        """A call before the verdict."""
+        """A call before the verdict. Its time begins with what is called, not with what is done here."""
         if self._thread not in (None, threading.get_ident()):
             self._drop(trial)
             trial.verdict = "plan"  # times of threads would mix
             return at_once
         self._thread = threading.get_ident()
         if self._inside:  # a call in a call is part of it
+            self._nested = True
             return at_once
         trial.calls += 1
         if trial.due() and not self._ready(trial):
@@ -140,13 +154,24 @@ class BrokenCalls:
             return self._in_eager()
         self._inside = True
         if trial.begun is None:
+            self._rest(trial)
             return self._leave
         who = trial.who()
         if who == "plan":
             compared.tally = Tally()
             trial.tallies.append(compared.tally)
-        handled = sys.exc_info()[1]
-        return partial(self._ended, trial, who, self._in_eager() if who == "eager" else at_once, handled)
+        end = self._in_eager() if who == "eager" else at_once
+        ended = partial(self._ended, trial, who, end, sys.exc_info()[1])
+        if not trial.steps:
+            trial.begun = clock()
+        return ended
+
+    def _rest(self, trial: Trial) -> None:
+        """Count the next calls now, up to one that is looked at, and let them pass: looking takes a fifth of a short call."""
+        if self._only.get(trial.steps) is trial and not self._nested and trial.calls >= SEEN:
+            count = max(0, min(trial.next - 1 - trial.calls, LOOKED - 1 - self._looked % LOOKED))
+            self._rests[trial.steps] = self._looked + count + 1
+            trial.calls += count
 
     def _begin(self, trial: Trial) -> None:
         """Note the time at which a call of a round begins, and a step ends, with which the round may end."""
@@ -178,6 +203,7 @@ class BrokenCalls:
         self._trials.clear()
         self._devices.clear()
         self._only.clear()
+        self._rests.clear()
         self._decided.clear()
         self._wait, self._thread, self._inside = at_once, None, False
         self._resets = _resets()
@@ -187,19 +213,28 @@ class BrokenCalls:
         if key not in self._trials and len(self._trials) < MOST_CLASSES:
             self._trials[key] = Trial(steps=training)
         trial = self._trials.get(key)
+        if trial is not None and training in self._decided and trial is self._only.get(training):
+            return trial  # as it has been
         alone = sum(other.steps == training for other in self._trials.values()) == 1
         self._only[training] = trial if alone else None
         self._decided.pop(training, None)
         if trial is not None and alone and trial.verdict is not None:
-            ways = [compat.skips(code) for code in self.codes] if trial.verdict == "eager" else []
-            self._decided[training] = _all(begin for begin, _ in ways), _all(end for _, end in ways)
+            ways = list(self._known_ways().values()) if trial.verdict == "eager" else []
+            begins = [self._allow, *(begin for begin, _ in ways)] if ways else []
+            self._decided[training] = _all(begins), _all(end for _, end in ways)
         return trial
 
     def _in_eager(self) -> Callable[[], None]:
         """Let eager run what is called now. Return what ends that, for the same code even if there is a reset until then."""
-        codes = tuple(self.codes)
-        _skip(codes, 1)
-        return partial(_skip, codes, -1)
+        ways = self._known_ways()
+        _skip(ways, 1)
+        self._allow()
+        return partial(_skip, ways, -1)
+
+    def _known_ways(self) -> dict[CodeType, _Ways]:
+        if self._ways.keys() != self.codes:
+            self._ways = {code: compat.skips(code) for code in self.codes}
+        return self._ways
 
     def _leave(self) -> None:
         self._inside = False
@@ -211,17 +246,19 @@ class BrokenCalls:
 
     def _ended(self, trial: Trial, who: Verdict, end: Callable[[], None], handled: BaseException | None) -> None:
         """The end of a call of a round, which `end` may take back from eager. An error may have been `handled` around it."""
+        counts = sys.exc_info()[1] is handled and (self._wait is at_once or self._may())  # a call that fails is short
+        if counts and not trial.steps:
+            self._wait()
+        now = clock()
         self._leave()
         compared.tally = None
         end()
         if trial.begun is None:  # another thread has ended the round
             return
-        if sys.exc_info()[1] is not handled or not self._may():  # a call that fails is short
+        if not counts or not self._may():
             self._drop(trial)
             return
-        if not trial.steps:
-            self._wait()
-        seconds = clock() - trial.begun
+        seconds = now - trial.begun
         trial.ran(who, seconds)
         if not trial.steps:
             self._add(trial, seconds)
@@ -252,18 +289,22 @@ _skipped: dict[CodeType, int] = {}
 _one = threading.Lock()
 
 
-def _skip(codes: Iterable[CodeType], more: int) -> None:
+_Ways = Sequence[Callable[[], None]]
+"""Two functions: one lets eager run a code, one lets Dynamo see it again."""
+
+
+def _skip(ways: Mapping[CodeType, _Ways], more: int) -> None:
     """Note that eager begins (1) or ends (-1) a call. A call may call itself: Dynamo sees the code again after the last one."""
     with _one:
-        for code in codes:
+        for code, way in ways.items():
             before = _skipped.pop(code, 0)
             if before + more:
                 _skipped[code] = before + more
             if not before or not before + more:
-                compat.skips(code)[bool(before)]()
+                way[bool(before)]()
 
 
-def _all(functions: Iterable[Callable[[], None]]) -> Callable[[], None]:
+def _all(functions: Iterable[Callable[[], object]]) -> Callable[[], None]:
     """One function that calls all of these."""
     those = tuple(functions)
 
@@ -271,7 +312,7 @@ def _all(functions: Iterable[Callable[[], None]]) -> Callable[[], None]:
         for function in those:
             function()
 
-    return call if len(those) > 1 else next(iter(those), at_once)
+    return call if those else at_once
 
 
 def _code_of(function: object) -> CodeType | None:
@@ -325,15 +366,13 @@ def watch(name: str, may: Callable[[], bool], inputs: Sequence[Any]) -> None:
     call, devices = compat.current_call(), compared.devices(inputs)
     if call is None or not all(can_wait(d.type) for d in devices):
         return
-    calls = _known.setdefault(call.function, BrokenCalls(name, may))
+    calls = _known.get(call.function) or _known.setdefault(call.function, BrokenCalls(name, may, call.function))
     calls.runs_on(devices)
-    if (calls.has_another(call) or _in_short_step(inputs)) and calls not in call.hooks:
+    if (calls.has_another(call) or _is_short(inputs)) and calls not in call.hooks:
         call.hooks.append(calls)
         calls.hooks = call.hooks
 
 
-def _in_short_step(inputs: Sequence[Any]) -> bool:
-    tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
-    trains = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    sizes = [x.numel() for x in tensors] if trains else []
-    return trains and all(isinstance(n, int) for n in sizes) and sum(sizes) <= SHORT
+def _is_short(inputs: Sequence[Any]) -> bool:
+    sizes = [x.numel() for x in inputs if isinstance(x, torch.Tensor)]
+    return all(isinstance(n, int) for n in sizes) and sum(sizes) <= SHORT

@@ -20,7 +20,7 @@ from fusewright.plan.execute.firstrun import Check
 from fusewright.plan.execute.frame import Frame, Frames, bits, entry, fail
 from fusewright.plan.execute.prepare import PreparedCache
 from fusewright.plan.execute.queued import queued
-from fusewright.plan.execute.views import is_view, with_views
+from fusewright.plan.execute.views import is_view, is_whole, with_views
 from fusewright.plan.ir import Bound, Call, CallPython, Instruction, Launch, Ref, reads
 from fusewright.plan.labels import labeler
 from fusewright.plan.memory import Placement
@@ -347,6 +347,8 @@ def _instruction(i: Instruction, plan: Plan, names: Names, launches: _Launches, 
 
 def _view(plan: Plan, i: Call) -> str:
     (out,), (base, offset) = i.outs, i.args
+    if is_whole(i, plan):
+        return f"v{out} = v{base.id}"
     return f"v{out} = view(v{base.id}, {_sizes(plan.specs[out].shape)}, {_sizes(plan.specs[out].stride)}, {offset})"
 
 

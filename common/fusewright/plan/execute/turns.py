@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from fusewright.plan.execute.compared import SHARE, SLOWER, Tally, Verdict
+from fusewright.plan.execute.compared import SHARE, SLOWER, TINY, Tally, Verdict
 from fusewright.plan.execute.compared import Trial as GraphTrial
 
 FIRST = 27
@@ -25,6 +25,12 @@ FIRST = 27
 
 CALLS, STEPS = 4, 12
 """Times of each side in a round."""
+
+MANY = 16
+"""The same for calls that take less than TINY: eager's code, which has not run for some calls, is slow in the first few of them."""
+
+SPARE = 5e-4
+"""Seconds of eager's excess that are granted in all, however short the calls: compiling took hundreds of times as long."""
 
 GAP = 13
 """Calls between rounds at least: a disturbance lasts for several calls. Rounds begin at different calls of a step then."""
@@ -96,7 +102,9 @@ class Trial:
 
     @property
     def length(self) -> int:
-        return STEPS if self.steps else CALLS
+        if self.steps:
+            return STEPS
+        return MANY if self.times and self.times[0] < TINY else CALLS
 
     def due(self) -> bool:
         """Whether the latest call is part of a round."""
@@ -128,7 +136,7 @@ class Trial:
             self._weigh()
         elif len(eager) == self.length:
             self._end(eager, self._figure(eager))
-        elif eager and (sum(eager) > (COLD if len(eager) == 1 else STOPPED) * self._longest(len(eager)) or self._spends(eager)):
+        elif eager and self._is_too_long(eager):
             self._end(eager, math.inf)
 
     def drop(self) -> None:
@@ -149,7 +157,7 @@ class Trial:
         more = max(0.0, about - plan) / max(compiled, 1e-9) if about < math.inf else UNKNOWN  # of one call
         cost = ESTIMATED * more * (1 if 1 + more > COLD else 2 if 1 + more > STOPPED else self.length)
         due = self._spent() + max(self.costs, default=cost)
-        if due > max(AHEAD, self.calls / SHARE):
+        if due > max(AHEAD, self.calls / SHARE) and due * compiled > SPARE:
             self.drop()
             self.next = max(self.next, min(math.ceil(SHARE * due) - self.length, 2 * self.calls))  # more may be known until then
 
@@ -160,6 +168,13 @@ class Trial:
     def _spent(self) -> float:
         """The cost of all comparisons so far, in compiled calls."""
         return self.shadows + sum(self.costs)
+
+    def _is_too_long(self, eager: list[float]) -> bool:
+        """Whether eager's part ends before it is complete."""
+        longest, usual = self._longest(len(eager)), sum(self.times[: self.length]) / self.length
+        if sum(eager) - longest + self._spent() * usual <= SPARE:
+            return False
+        return sum(eager) > (COLD if len(eager) == 1 else STOPPED) * longest or self._spends(eager)
 
     def _longest(self, count: int) -> float:
         """Seconds of so many compiled calls in a row, wherever in a step they begin."""
@@ -191,7 +206,9 @@ class Trial:
             graph.around += self.costs[-1]
         self.rounds += 1
         self.drop()
-        self.next = max(self.next, math.ceil(SHARE * (self._spent() + max(self.costs))))
+        due = self._spent() + max(self.costs)
+        if due * compiled > SPARE:
+            self.next = max(self.next, math.ceil(SHARE * due))
         if self.rounds >= FEW_ROUNDS + math.isinf(self.best["eager"]) and plan < FASTER * self.best["eager"]:
             self.verdict = "plan"
         elif self.rounds > FEW_ROUNDS and self.even and self.worst < FASTER * plan and self._loses():

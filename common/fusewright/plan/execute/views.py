@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
 from fusewright.interface import Dim, TensorSpec
-from fusewright.plan.build import Plan, escaping
-from fusewright.plan.ir import Call, Instruction, Ref, reads
+from fusewright.plan.build import Plan, escaping, written_by
+from fusewright.plan.ir import Call, Instruction, Launch, Ref, reads
+from fusewright.plan.memory import roots_of
 from fusewright.plan.vocabulary import has_text, is_symbol
 from fusewright.sizes.expr import names
 
@@ -23,9 +25,10 @@ they are not known."""
 
 def with_views(plan: Plan) -> list[Instruction]:
     """The instructions of a plan whose metadata is true, with calls of views replaced by calls of `VIEW` where the result is
-    neither written nor returned: it does not count writes with the other memory, and is no view to autograd. Each is of the first
-    memory of a chain, and those that nobody else reads are left out."""
-    stay = escaping(plan.instructions, plan.outputs) | plan.doubted
+    neither written nor returned: it does not count writes with the other memory, and is no view to autograd. A result of training
+    that is all that is returned of a value's memory need be no view. Each is of the first memory of a chain, and those that nobody
+    else reads are left out."""
+    stay = escaping(plan.instructions, plan.outputs) - _given_away(plan) | plan.doubted
     specs = {v: s for v, s in plan.specs.items() if v not in plan.doubted}
     known = _known_names(plan)
     bases: dict[int, tuple[int, int]] = {}
@@ -39,12 +42,40 @@ def with_views(plan: Plan) -> list[Instruction]:
         for out, offset in zip(i.outs, offsets, strict=True):
             bases[out] = base, start + offset
             found.append(replace(i, target=VIEW, args=(Ref(base), start + offset), kwargs=(), outs=(out,), packed=False))
-    return list(_read(found))
+    return list(_read(found, {o.id for o in plan.outputs if isinstance(o, Ref)}))
 
 
-def _read(instructions: Sequence[Instruction]) -> Iterator[Instruction]:
+def _given_away(plan: Plan) -> set[int]:
+    """Values of memory that a plan of training makes, never writes again, and returns as one tensor."""
+    if not plan.trains:
+        return set()
+    roots = roots_of(plan.instructions)
+    made = {o: i for i in plan.instructions for o in i.outs}
+    kept = [v for i in plan.instructions for v in (written_by(i) if isinstance(i, Call) else _updated(i))]
+    written = {root for v in kept for root in roots.get(v, {v})}
+    returned = Counter(root for o in {o.id for o in plan.outputs if isinstance(o, Ref)} for root in roots.get(o, {o}))
+    return {
+        v for v, shared in roots.items()
+        if shared <= made.keys() and shared.isdisjoint(written) and all(returned[root] <= 1 for root in shared)
+    }  # fmt: skip
+
+
+def _updated(i: Instruction) -> Iterator[int]:
+    """The results of a launch that are inputs which it changes, and these inputs."""
+    for out, given in i.updates if isinstance(i, Launch) else ():
+        yield from (i.outs[out], i.inputs[given].id)  # type: ignore[union-attr]
+
+
+def is_whole(i: Call, plan: Plan) -> bool:
+    """Whether a view, made as `VIEW`, is the tensor that it is a view of: a transpose of a transpose, or a result's last form."""
+    (base, offset), (out,) = i.args, i.outs
+    same = plan.specs.get(base.id) == plan.specs[out] and not offset
+    return plan.trains and same and base.id not in plan.doubted and base.id not in plan.inputs and base.id not in plan.attributes
+
+
+def _read(instructions: Sequence[Instruction], returned: Set[int]) -> Iterator[Instruction]:
     """Drop views that nobody reads."""
-    wanted = {r for i in instructions if not is_view(i) for r in reads(i)}
+    wanted = {r for i in instructions if not is_view(i) for r in reads(i)} | returned
     return (i for i in instructions if not is_view(i) or i.outs[0] in wanted)
 
 

@@ -109,3 +109,16 @@ def test_it_survives_json() -> None:
     for g in KINDS:
         assert from_json(to_json(g)) == g
     assert len({hash_of(g) for g in KINDS}) == len(KINDS)
+
+
+@here
+@pytest.mark.parametrize("by_native", [True, False])
+def test_a_bound_launch_is_the_launch(by_native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What measurements call reads new tensors at every call."""
+    monkeypatch.setenv("FUSEWRIGHT_NATIVE", str(int(by_native)))
+    g = Gemv(2, "f32", "f32", "f32")
+    bound = launcher(g).bound((9, 64))
+    for seed in range(2):
+        given, exact = operands(g, 9, 64, seed)
+        bound(*given)
+        assert torch.allclose(given[-1].double(), exact, rtol=1e-4, atol=1e-4)

@@ -51,7 +51,14 @@ def test_a_transposed_weight_is_read_so_and_others_are_not() -> None:
         assert found[0].startswith("kernel gemv_2") == dense
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(5, WIDE), (2, 16)])
+@pytest.mark.parametrize("columns", [16, WIDE])
+def test_calls_of_tiny_products_take_longer_than_they_do(columns: int) -> None:
+    g = Sketch()
+    y = g.op("linear", g.input(torch.randn(2, 264)), g.input(torch.randn(columns, 264), const=True))
+    assert targets(check(g, [y], "gemv")) == ["kernel gemv_2_f32_f32"]
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(5, WIDE), (2, 128)])
 def test_more_rows_and_small_weights_stay_with_the_libraries(rows: int, columns: int) -> None:
     g = Sketch()
     y = g.op("linear", g.input(torch.randn(rows, 264)), g.input(torch.randn(columns, 264), const=True))

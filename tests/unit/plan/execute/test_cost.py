@@ -16,6 +16,7 @@ from fusewright.plan.execute import broken, compared
 from fusewright.plan.execute.broken import BrokenCalls
 from fusewright.plan.execute.compared import Comparison, Verdict
 from fusewright.plan.execute.shadow import TooLong
+from fusewright.plan.execute.turns import SPARE
 
 SHARE = 0.05
 """What both comparisons together may cost of the first hundred calls."""
@@ -156,7 +157,7 @@ def test_it_does_so_for_calls_of_any_length_and_for_a_graph_alone(
     for hook in (False, True):
         p = Program(monkeypatch, ratio, seconds=seconds, graphs=1 + hook, training=training, hook=hook, noise=0.1)
         p.many(100)
-        assert p.shadows + p.rounds <= SHARE * p.typical
+        assert p.shadows + p.rounds <= SHARE * p.typical + (SPARE if hook else 0.0)
 
 
 @pytest.mark.parametrize("around", AROUND)

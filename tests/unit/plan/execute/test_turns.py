@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from fusewright.plan.execute import broken, compared
-from fusewright.plan.execute.broken import BrokenCalls
+from fusewright.plan.execute.broken import LOOKED, SEEN, BrokenCalls
 from fusewright.plan.execute.compared import Verdict
-from fusewright.plan.execute.turns import CALLS, FIRST, GAP, LONGER, ROUNDS, STEPS
+from fusewright.plan.execute.turns import AHEAD, CALLS, FIRST, GAP, LONGER, ROUNDS, SPARE, STEPS, Trial
 
 DECIDED = FIRST + ROUNDS * (2 * STEPS + GAP + LONGER * ROUNDS // 2)
 """A call after the last round."""
@@ -278,3 +278,40 @@ def test_eager_gets_no_call_while_memory_may_be_short(program: Program) -> None:
     program.room = True
     program.steps(GAP + 2 * STEPS)
     assert program.ran.count("eager") == STEPS
+
+
+def judged(compiled: float, eager: Callable[[int], float]) -> Trial:
+    """The comparison of calls that take so many seconds, those of eager by how many it has had in a row."""
+    trial, row = Trial(), 0
+    while trial.verdict is None:
+        trial.calls += 1
+        if trial.due():
+            row = row + 1 if trial.who() == "eager" else 0
+            trial.add(eager(row) if row else compiled)
+    return trial
+
+
+def test_eager_has_calls_to_warm_up_where_they_are_tiny() -> None:
+    trial = judged(20e-6, lambda row: 40e-6 if row <= CALLS else 10e-6)
+    assert (trial.verdict, trial.best["eager"]) == ("eager", 10e-6)
+    assert judged(20e-3, lambda row: 40e-3 if row <= CALLS else 10e-3).verdict == "plan"
+
+
+@pytest.mark.parametrize(("compiled", "eager"), [(20e-6, 60e-6), (20e-6, 2e-3), (2e-3, 20e-3)])
+def test_what_eager_may_cost_does_not_depend_on_how_short_calls_are(compiled: float, eager: float) -> None:
+    trial = judged(compiled, lambda row: eager)
+    assert trial.verdict == "plan"
+    assert sum(trial.costs) * compiled <= SPARE + max(eager, AHEAD * compiled) * trial.rounds
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_calls_between_rounds_pass_unseen_but_for_a_few(
+    program: Program, monkeypatch: pytest.MonkeyPatch, training: bool
+) -> None:
+    looked, look = list[int](), BrokenCalls._looked_at
+    monkeypatch.setattr(BrokenCalls, "_looked_at", lambda self, trains: (looked.append(self._looked), look(self, trains))[1])
+    with torch.set_grad_enabled(training):
+        program.steps(FIRST - 1)
+        assert looked == [*range(1, SEEN + 1), LOOKED]
+        program.step()
+    assert program.in_round(program.calls)

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fusewright import _torch_compat as compat
 from fusewright.interface import Dim, TensorSpec
 from fusewright.plan.build import Plan
 from fusewright.plan.execute import codegen
@@ -156,3 +157,56 @@ def test_sizes_that_are_known_late_stay_calls() -> None:
     plan = Plan((1, 2), (Ref(5),), calls, [], (), (), {1: x, 2: mask, 3: some, 4: row, 5: row})
     assert VIEW not in targets(plan)
     assert codegen.load(plan)([torch.ones(6), torch.arange(6) < 2])[0].shape == (1, 2)
+
+
+def in_training(steps: Callable[[Chain], Sequence[int]]) -> tuple[list[str], Sequence[Tensor]]:
+    """The targets of a plan of training that returns what `steps` gives, and its results."""
+    chain = Chain(torch.randn(4, 6))
+    outputs = steps(chain)
+    specs = {v: spec(t) for v, t in chain.values.items()}
+    plan = Plan((1,), tuple(map(Ref, outputs)), chain.calls, [], (), (), specs, trains=True)
+    names = codegen.Names()
+    launches = codegen._Launches(plan, codegen.PLACE(plan), {}, names)
+    lines = codegen._body(plan, with_views(plan), set(outputs), names, launches)
+    text = "\n".join(["def run(v1):", *lines, f"    return [{', '.join(f'v{o}' for o in outputs)}]"])
+    names.space["view"] = compat.view_of_memory
+    exec(text, names.space)
+    results = names.space["run"](chain.values[1])
+    for found, out in zip(results, outputs, strict=True):
+        assert torch.equal(found, chain.values[out]) and found.stride() == chain.values[out].stride()
+    return targets(plan), results
+
+
+def test_a_result_of_training_that_is_all_of_its_memory_is_no_view() -> None:
+    """Autograd takes it as it is; a view would be detached, or cost the dispatcher."""
+
+    def twice(c: Chain) -> Sequence[int]:
+        (v,) = c.then("aten::sin.default", 1)
+        return c.then("aten::t.default", c.then("aten::t.default", v)[0])
+
+    def viewed(c: Chain) -> Sequence[int]:
+        return c.then("aten::view.default", c.then("aten::sin.default", 1)[0], [24])
+
+    for steps in (twice, viewed):
+        found, (result,) = in_training(steps)
+        assert found == ["aten::sin.default", VIEW] and not result._is_view()
+
+
+def test_results_of_training_that_share_memory_stay_views() -> None:
+    def both(c: Chain) -> Sequence[int]:
+        (v,) = c.then("aten::sin.default", 1)
+        return [v, *c.then("aten::t.default", v)]
+
+    found, (base, view) = in_training(both)
+    assert found == ["aten::sin.default", "aten::t.default"] and view._base is base
+    found, _ = in_training(lambda c: c.then("aten::t.default", 1))
+    assert found == ["aten::t.default"], "of an input"
+
+    def written(c: Chain) -> Sequence[int]:
+        (v,) = c.then("aten::sin.default", 1)
+        out = c.then("aten::t.default", v)
+        c.then("aten::neg_.default", v)
+        c.then("aten::neg_.default", v)
+        return out
+
+    assert in_training(written)[0].count("aten::t.default") == 1
