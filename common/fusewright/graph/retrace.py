@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -30,10 +30,7 @@ def fake_like(
     device: torch.device | None = None,
 ) -> torch.Tensor:
     """Return a FakeTensor like `val` with another dtype, other strides or on another device."""
-    with compat.fake_mode_of(val):
-        return torch.empty_strided(
-            val.shape, stride or val.stride(), dtype=dtype or val.dtype, device=device or val.device
-        )
+    return _empty(val, val.shape, stride or val.stride(), dtype or val.dtype, device or val.device)
 
 
 def called(graph: Graph, place: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
@@ -48,8 +45,17 @@ def called(graph: Graph, place: Node, target: Any, *args: Any, **kwargs: Any) ->
 
 def contiguous_like(val: torch.Tensor, sizes: Sequence[Any]) -> torch.Tensor:
     """Return a contiguous FakeTensor like `val` of other sizes, without comparing these, which could add guards."""
-    with compat.fake_mode_of(val):
-        return torch.empty_strided(sizes, contiguous_strides(sizes), dtype=val.dtype, device=val.device)
+    return _empty(val, sizes, contiguous_strides(sizes), val.dtype, val.device)
+
+
+def _empty(
+    val: torch.Tensor, sizes: Sequence[Any], strides: Sequence[Any], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Return a FakeTensor of `val`'s mode. Torch asks for each size whether it is zero, but only to know how much memory there is:
+    no guard is due to that."""
+    mode = compat.fake_mode_of(val)
+    with mode, mode.shape_env.suppress_guards() if mode.shape_env is not None else nullcontext():
+        return torch.empty_strided(sizes, strides, dtype=dtype, device=device)
 
 
 def mend(graph: Graph, node: Node, actual: torch.Tensor) -> None:
@@ -91,10 +97,7 @@ def mend_item(graph: Graph, node: Node, position: int, actual: torch.Tensor) -> 
         mend(graph, reader, actual)
         items[position] = value_of(reader)
     if not readers:
-        with compat.fake_mode_of(items[position]):
-            items[position] = torch.empty_strided(
-                actual.shape, actual.stride(), dtype=actual.dtype, device=actual.device
-            )
+        items[position] = _empty(items[position], actual.shape, actual.stride(), actual.dtype, actual.device)
     node.meta["val"] = tuple(items)
 
 

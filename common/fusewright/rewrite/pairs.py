@@ -111,8 +111,10 @@ class _Pairs:
     def _joined(self, pair: Node, node: Node) -> Node | None:
         """The complex numbers of a pair, laid out as `node`."""
         ordered = self._in_order(pair, node)
-        made = None if ordered is None else self.call("view_as_complex", (ordered,))
-        return made if made is not None and _alike(value_of(made), value_of(node)) else None
+        if ordered is None or not compat.statically_true(value_of(ordered).stride(-1) == 1):  # torch 2.10 stacks images by channels
+            return None
+        made = self.call("view_as_complex", (ordered,))
+        return made if _alike(value_of(made), value_of(node)) else None
 
     def _in_order(self, made: Node, node: Node) -> Node | None:
         """Give a result the strides of the original, where that is a matter of order."""

@@ -76,7 +76,7 @@ def test_sizes_may_be_symbols() -> None:
         for rows, length in ((3, 6), (2, 5), (5, 9)):
             x = torch.randn(rows, length, WIDTH)
             _right(layer, compiled, x, {"src_key_padding_mask": torch.arange(length).expand(rows, -1) >= length - 2})
-    assert len(reports) == 1
+    assert len(reports) == (torch.__version__ >= "2.13")  # older ones trace no such layer, and leave it to eager
 
 
 def test_a_backend_that_claims_nothing_calls_the_layer() -> None:
