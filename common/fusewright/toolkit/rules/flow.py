@@ -24,6 +24,10 @@ READ_AGAIN = 4
 INLINE_WORK = 64
 """The most vector instructions, with those of all that is computed there too, for which several readers recompute an element."""
 
+INLINE_WINDOW = 128
+"""The same for all elements of a window, which find what they read in a cache: batch norm and a clamp in front of 3x3 elements
+are recomputed, a SiLU is not."""
+
 PIECES = 2
 """The most tensors that are joined inside of a window."""
 
@@ -117,10 +121,10 @@ class Flow:
         return depth if small and depth <= INLINE_DEPTH else None
 
     def _is_recomputed_at_length(self, op: OpView) -> bool:
-        """Whether several readers would compute more than `INLINE_WORK`: a sum over a window has one for each of its elements, all
-        behind one padding."""
+        """Whether several readers would compute more than `INLINE_WORK`, or those of a window more than `INLINE_WINDOW`: a sum over
+        it has one for each of its elements, all behind one padding."""
         work, again = self._work(op), self._padded_reads(op)
-        return (work > INLINE_WORK and not self._has_one_user(op)) or (again > READ_AGAIN and again * work > INLINE_WORK)
+        return (work > INLINE_WORK and not self._has_one_user(op)) or (again > READ_AGAIN and again * work > INLINE_WINDOW)
 
     def _work(self, op: OpView) -> int:
         """Return the vector instructions that recompute an element, up to INLINE_WORK: what is read behind several views (two
