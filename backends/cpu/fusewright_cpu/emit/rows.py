@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
@@ -16,6 +17,9 @@ from fusewright_cpu.target import CpuTarget
 
 CASCADE = 32
 """Steps after which a partial sum is added to a higher-level one and restarts from zero; the higher levels do the same."""
+
+LEAST = 4
+"""The fewest steps of a partial sum."""
 
 
 class Writer(Protocol):
@@ -66,6 +70,7 @@ class RowLoops:
         scalar = scalar and bool(self.scanners)
         self.w = 1 if scalar else body.how.lanes if self.row else body.lanes.w
         self.end = row_end(body.kernel, stage, None if self.row else body.how.v)
+        self._cascades = any(r.cascades for r in self.reducers) and not self.scanners
         self.count = self._unit_count()
         self.stop = body.size(body.rows[0])
         """Where the first row axis ends."""
@@ -175,15 +180,25 @@ class RowLoops:
         last = d == len(b.rows) - 1
         if last and self.row:
             return self._vector_loop(states)
+        apart = not last and self._is_long(d)
 
         def body(i: V, carried: list[V]) -> list[V]:
             b.lanes.axis[axis] = i
             if last:
                 return self._steps(carried, range(self.count))
             b.nodes([n for n in self.stage.nodes if self.depth[n.id] == d], self.count)
-            return self._level(d + 1, carried)
+            return self._merge(carried, self._level(d + 1, self._start())) if apart else self._level(d + 1, carried)
 
         return self._loop(i64(0), self._size(d), 1, states, body)
+
+    def _is_long(self, d: int) -> bool:
+        """Whether axes that are too short for chunks make one long sum, so that each step of axis `d` has a sum of its own."""
+        sizes = self.b.kernel.sizes
+        steps = [n if isinstance(n := sizes[axis], int) else 0 for axis in self.b.rows[d:]]
+        if self.row:
+            steps[-1] //= self.count * self.w
+        inner = math.prod(steps[1:])
+        return self._cascades and inner >= LEAST and inner * steps[0] > 2 * CASCADE
 
     def _size(self, d: int) -> V:
         """Return the steps of row axis `d`."""
@@ -193,8 +208,7 @@ class RowLoops:
         """Emit a loop over one row axis. Long float sums are split into chunks, and chunks of chunks, so that errors grow only with
         the lengths of these."""
         span = (int(hi.name) - int(lo.name)) // step if lo.lit and hi.lit else None
-        cascades = any(r.cascades for r in self.reducers) and not self.scanners
-        if not cascades or (span is not None and span <= 2 * CASCADE):
+        if not self._cascades or (span is not None and span <= 2 * CASCADE):
             return self.f.loop(lo, hi, i64(step), states, body)
         levels = 1 if span is not None and span <= 2 * CASCADE**2 else 2
         return self._chunks(lo, hi, step, states, body, levels)
