@@ -17,8 +17,10 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree  # noqa: F401  a private name that others import from here
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
 
 LITERAL = "_tensor_constant"  # how AOTAutograd's names of literals begin
 DYNAMO = "torch._dynamo"  # imported by a process's first compilation: a second of a core. Before forking many, import it once
@@ -128,14 +130,20 @@ _spelled = functools.lru_cache(1 << 14)(str)  # every graph of a model names the
 
 def is_fake(t: object) -> bool:
     """Whether `t` is a FakeTensor: metadata without storage."""
-    from torch._subclasses.fake_tensor import FakeTensor
-
     return isinstance(t, FakeTensor)
 
 
 def fake_mode_of(t: Any) -> Any:
     """The FakeTensorMode of a FakeTensor; running ops under it propagates metadata."""
     return t.fake_mode
+
+
+@contextlib.contextmanager
+def unguarded(t: Any) -> Iterator[None]:
+    """The mode of a FakeTensor, where what torch asks of sizes adds no guard."""
+    mode = fake_mode_of(t)
+    with mode, mode.shape_env.suppress_guards() if mode.shape_env is not None else contextlib.nullcontext():
+        yield
 
 
 _BOUNDS: WeakKeyDictionary[Any, dict[Any, tuple[Any, ...]]] = WeakKeyDictionary()
@@ -209,8 +217,6 @@ def is_tangent(node: torch.fx.Node) -> bool:
 
 def is_wrapper(t: object) -> bool:
     """Whether a tensor's subclass wraps other tensors, which AOTAutograd unwraps."""
-    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-
     return is_traceable_wrapper_subclass(t)
 
 
@@ -437,8 +443,6 @@ for _source in ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake
 
 def dispatch_mode(handler: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> Any:
     """A context manager under which every ATen call goes through `handler(op, args, kwargs)`, below autograd and autocast."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
     class Mode(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             return handler(func, args, kwargs or {})
@@ -471,15 +475,11 @@ def storage_id(t: torch.Tensor) -> int:
 
 def fake_mode(shape_env: Any = None) -> Any:
     """A new FakeTensorMode."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     return FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
 
 
 def fake_tensor(mode: Any, shape: Sequence[Any], stride: Sequence[Any], dtype: torch.dtype, device: str) -> Any:
     """A FakeTensor of any device type, even one that this torch build does not support."""
-    from torch._subclasses.fake_tensor import FakeTensor
-
     return FakeTensor(mode, torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device="meta"), torch.device(device))
 
 
@@ -659,7 +659,7 @@ def _read_no_masks() -> None:
 
 def real_tensors() -> Any:
     """A context manager in which ops really compute, since AOTAutograd compiles inside a FakeTensorMode."""
-    return importlib.import_module("torch._subclasses.fake_tensor").unset_fake_temporarily()
+    return unset_fake_temporarily()
 
 
 WHOLE: dict[Any, Any] = {torch._C._nn.scaled_dot_product_attention: torch.ops.aten.scaled_dot_product_attention.default}
@@ -681,7 +681,6 @@ def without_modes() -> Iterator[None]:
     """A context with torch's own operators, outside the caller's modes and dispatcher: with a FakeTensor, or by an operator's
     Python form, a view may exist that a real tensor of the same strides does not have."""
     from torch._dispatch.python import no_python_dispatcher
-    from torch.utils._python_dispatch import _disable_current_modes
 
     with _disable_current_modes(), no_python_dispatcher():
         yield

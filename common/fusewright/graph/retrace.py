@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -51,10 +51,9 @@ def contiguous_like(val: torch.Tensor, sizes: Sequence[Any]) -> torch.Tensor:
 def _empty(
     val: torch.Tensor, sizes: Sequence[Any], strides: Sequence[Any], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Return a FakeTensor of `val`'s mode. Torch asks for each size whether it is zero, but only to know how much memory there is:
-    no guard is due to that."""
-    mode = compat.fake_mode_of(val)
-    with mode, mode.shape_env.suppress_guards() if mode.shape_env is not None else nullcontext():
+    """Return a FakeTensor of `val`'s mode. Torch 2.15 asks for each size whether it is zero, but only to know how much memory there
+    is: no guard is due to that."""
+    with compat.unguarded(val):
         return torch.empty_strided(sizes, strides, dtype=dtype, device=device)
 
 
