@@ -159,11 +159,13 @@ def _suggested(name: str) -> Rule:
     """Channels-last if the input's strides have that order, else contiguous."""
 
     def rule(a: Args) -> tuple[torch.Tensor | None, ...]:
-        x = a[name]
-        how = CHANNELS_LAST[x.dim()] if x.dim() in CHANNELS_LAST and like_channels_last(x) else torch.contiguous_format
-        return (_in_format(x, how),)
+        return (_in_format(a[name], _suggested_format(a[name])),)
 
     return rule
+
+
+def _suggested_format(x: torch.Tensor) -> torch.memory_format:
+    return CHANNELS_LAST[x.dim()] if x.dim() in CHANNELS_LAST and like_channels_last(x) else torch.contiguous_format
 
 
 def like_channels_last(x: torch.Tensor) -> bool:
@@ -262,9 +264,7 @@ def _padded(a: Args) -> tuple[torch.Tensor | None, ...]:
     x, shape, pad = a["self"], list(a["self"].shape), a["padding"]
     for i in range(len(pad) // 2):
         shape[-1 - i] = shape[-1 - i] + pad[2 * i] + pad[2 * i + 1]
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    how = formats[x.dim()] if x.dim() in formats and like_channels_last(x) else torch.contiguous_format
-    return (torch.empty(shape, device=x.device, memory_format=how),)
+    return (torch.empty(shape, device=x.device, memory_format=_suggested_format(x)),)
 
 
 def _of_prelu(a: Args) -> tuple[torch.Tensor | None, ...]:

@@ -41,7 +41,7 @@ class Addresses(addressing.Addresses):
         names: Mapping[Atom, str],
         axis: Callable[[int], str],
         value: Callable[[int], str],
-        flattened: Sequence[Coefs] = (),
+        flattened: Sequence[Coefs],
     ) -> None:
         super().__init__(axis, value)
         self.names, self.flattened = names, flattened

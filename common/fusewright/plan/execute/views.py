@@ -50,13 +50,13 @@ def _given_away(plan: Plan) -> set[int]:
     if not plan.trains:
         return set()
     roots = roots_of(plan.instructions)
-    made = {o: i for i in plan.instructions for o in i.outs}
+    made = {o for i in plan.instructions for o in i.outs}
     kept = [v for i in plan.instructions for v in (written_by(i) if isinstance(i, Call) else _updated(i))]
     written = {root for v in kept for root in roots.get(v, {v})}
     returned = Counter(root for o in {o.id for o in plan.outputs if isinstance(o, Ref)} for root in roots.get(o, {o}))
     return {
         v for v, shared in roots.items()
-        if shared <= made.keys() and shared.isdisjoint(written) and all(returned[root] <= 1 for root in shared)
+        if shared <= made and shared.isdisjoint(written) and all(returned[root] <= 1 for root in shared)
     }  # fmt: skip
 
 
