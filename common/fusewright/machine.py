@@ -10,7 +10,7 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from operator import attrgetter
 from pathlib import Path
 
@@ -31,6 +31,12 @@ _KERNEL_NAMES = {
 
 current_stream = compat.current_stream
 """The handle of an accelerator's current stream, by the accelerator's index."""
+
+
+def capturing(device: str) -> Callable[[], bool]:
+    """What tells whether a graph of the current stream is being captured, for devices of this type."""
+    found: Callable[[], bool] = getattr(getattr(torch, device, None), "is_current_stream_capturing", lambda: False)
+    return found
 
 
 def arch() -> str:

@@ -62,8 +62,7 @@ def comparison(backend: Backend, options: Options) -> compared.Comparison | None
     compiled = options.strict or options.fallback == "error" or options.simulate or "contract" in options.check
     if not options.never_slower or compiled or machine.several_processes():
         return None
-    module = getattr(torch, backend.device_type, None)  # None for a device that torch has no module for
-    capturing = getattr(module, "is_current_stream_capturing", lambda: False)
+    capturing = machine.capturing(backend.device_type)
 
     def may() -> bool:
         return not (machine.several_processes() or compat.profiling() or compat.intercepted() or capturing())

@@ -1,4 +1,4 @@
-"""Ways to train and to compute: adapters, checkpoints, momentum, margins, routing, spikes, gradients of each sample."""
+"""Ways to train and to compute: adapters, fine-tuning, checkpoints, momentum, margins, routing, spikes, gradients of samples."""
 
 from __future__ import annotations
 
@@ -55,6 +55,29 @@ class Block(nn.Module):
         x = x + self.out(seen.transpose(1, 2).flatten(2))
         h = self.norms[1](x)
         return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+class Sentences(nn.Module):
+    """BERT's base geometry with a head for two classes (Devlin et al., 2019), as people fine-tune it: sentences are padded."""
+
+    def __init__(self, width: int = 768, depth: int = 12) -> None:
+        super().__init__()
+        self.word, self.place, self.norm = nn.Embedding(30_522, width), nn.Embedding(512, width), nn.LayerNorm(width)
+        layer = nn.TransformerEncoderLayer(width, 12, 4 * width, 0.1, "gelu", batch_first=True)
+        self.net = nn.TransformerEncoder(layer, depth, enable_nested_tensor=False)
+        self.pool, self.out, self.dropout = nn.Linear(width, width), nn.Linear(width, 2), nn.Dropout(0.1)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.word(ids) + self.place(torch.arange(ids.shape[1], device=ids.device))
+        x = self.net(self.dropout(self.norm(x)), src_key_padding_mask=ids == 0)
+        return F.cross_entropy(self.out(self.dropout(self.pool(x[:, 0]).tanh())).float(), labels)
+
+
+def sentences() -> Call:
+    ids, labels = torch.randint(1, 30_522, (32, 128)), torch.randint(0, 2, (32,))
+    for row, x in enumerate(ids):
+        x[128 - 3 * row :] = 0
+    return call(Sentences(), ids, labels)
 
 
 class Language(nn.Module):

@@ -24,6 +24,7 @@ from fusewright.plan.execute.views import is_view, is_whole, with_views
 from fusewright.plan.ir import Bound, Call, CallPython, Instruction, Launch, Ref, reads
 from fusewright.plan.labels import labeler
 from fusewright.plan.memory import Placement
+from fusewright.plan.seeds import on_host, seeds
 from fusewright.plan.verify import PLACE
 from fusewright.plan.vocabulary import (
     SIZES,
@@ -388,10 +389,12 @@ def source(
         lines += _body(plan, plan.prepare, kept, names, launches, believed & plan.specs.keys() if checked else (), framed=False)
         lines.append(f"    return ({''.join(f'v{i}, ' for i in plan.prepare_outputs)})")
         lines.append("")
+    given_seeds = seeds(plan)
     lines.append("def run(args):")
     if plan.inputs:
         lines.append(f"    {', '.join(f'v{i}' for i in plan.inputs)}, = args")
     lines.append("    args.clear()")
+    lines += [f"    v{i} = on_host(v{i})" for i in plan.inputs if i in given_seeds]
     if checked:
         values = ", ".join(f"{i}: v{i}" for i in (*plan.inputs, *plan.attributes) if i in plan.specs or i in plan.scalars)
         lines.append(f"    check({{{values}}})")
@@ -428,7 +431,7 @@ def load(
     names, launches, text = _written(plan, kernels or {}, native.extension(), checked, observe is not None)
     names.space.update({f"v{i}": value for i, (_, value) in plan.attributes.items()})
     names.space.update(frames=Frames(launches.frame()), fail=fail, empty_strided=torch.empty_strided)
-    names.space.update(allocation=_allocation(launches.home), view=compat.view_of_memory)
+    names.space.update(allocation=_allocation(launches.home), view=compat.view_of_memory, on_host=on_host)
     names.space.update(count_workers=plan.policy.workers, sized=sized, without_memory=without_memory, check=Check(plan))
     names.space.update(observe=observe, limited=plan.policy.limit)
     names.space.update(profiling=compat.profiler_flag(), profiled=_profiled(plan, kernels or {}, checked, names.space))

@@ -18,6 +18,7 @@ from fusewright.interface import Dim
 from fusewright.plan.build import Plan
 from fusewright.plan.execute.opaque import another_format, mismatch
 from fusewright.plan.ir import Call, Ref, Run, reads
+from fusewright.plan.seeds import seeds
 from fusewright.sizes.expr import Atom
 from fusewright.storage import NO_MEMORY, why_not
 
@@ -45,6 +46,7 @@ class Check:
         self._read = {r for i in every if not isinstance(i, Call) for r in reads(i)}
         self._used = {r for i in every for r in reads(i)} | {o.id for o in plan.outputs if isinstance(o, Ref)} | {*plan.inputs}
         self._inputs = {*plan.inputs}
+        self._seeds = seeds(plan)
         self._sizes: dict[Atom, int] = {}
         self._compared: set[int] = set()
         self._empty: set[int] = set()
@@ -63,7 +65,7 @@ class Check:
 
     def _mismatch(self, id: int, value: Any) -> MetadataMismatch | None:
         spec = self._plan.specs.get(id)
-        if spec is None or not isinstance(value, torch.Tensor) or id not in self._used:
+        if spec is None or not isinstance(value, torch.Tensor) or id not in self._used or id in self._seeds:
             return None
         if id in self._read and (reason := why_not(value)):
             if reason is NO_MEMORY:

@@ -17,6 +17,7 @@ import numpy
 import torch
 
 from fusewright import _torch_compat as compat
+from fusewright import machine
 from fusewright.errors import without_memory
 from fusewright.interface import HOST
 from fusewright.plan import native
@@ -271,10 +272,9 @@ class PreparedCache:
 
 
 def _capturing(weights: Sequence[torch.Tensor]) -> Callable[[], bool] | None:
-    """What tells whether work of the weights' device is being captured; None where none can be."""
+    """What tells whether work of the weights' device is being captured; None on the host."""
     device = next((w.device.type for w in weights if w.device.type != HOST), None)
-    found: Callable[[], bool] | None = getattr(getattr(torch, device or "", None), "is_current_stream_capturing", None)
-    return found
+    return machine.capturing(device) if device is not None else None
 
 
 def _wait_for(values: Sequence[Any]) -> None:

@@ -24,6 +24,7 @@ from fusewright.graph.effects import communicates, draws, may_share, writes, wri
 from fusewright.graph.view import is_op, is_projection
 from fusewright.interface import HOST
 from fusewright.ops import namespaces
+from fusewright.plan import seeds
 from fusewright.plan.execute.firstrun import generators
 
 clock = time.perf_counter
@@ -59,6 +60,8 @@ class Eager:
         self._root, self._graph = gm, _copy(gm.graph)
         places = {n: k for k, n in enumerate(self._graph.find_nodes(op="placeholder"))}
         self._written = sorted({places[r] for r in _written_roots(self._graph) if r in places})
+        read = {s for n in self._graph.nodes if is_op(n) for s in seeds.read(n.target, n.args, n.kwargs)}
+        self._seeds = [places[s] for s in read if s in places]
         self._drawing = [n.meta.get("val") for n in self._graph.nodes if draws(n)]
         self._measured: Callable[..., Any] | None = None
         self._plain: Callable[..., Any] | None = None
@@ -71,7 +74,7 @@ class Eager:
         """Run for the caller, in the plan's place."""
         if self._plain is None:
             self._plain = GraphModule(self._root, self._graph).forward
-        given = tuple(args)
+        given = self._with_seeds(args)
         args.clear()
         return self._plain(*given)
 
@@ -113,7 +116,7 @@ class Eager:
 
     def _with_copies(self, args: Sequence[Any]) -> list[Any]:
         """The arguments with copies of those that the graph writes, of the same layout in their memory."""
-        given = list(args)
+        given = self._with_seeds(args)
         memory: dict[int, Any] = {}
         with torch.no_grad():
             for k in self._written:
@@ -122,6 +125,13 @@ class Eager:
                     memory[owner] = t.untyped_storage().clone()
                 like = torch.empty(0, dtype=t.dtype, device=t.device)
                 given[k] = like.set_(memory[owner], t.storage_offset(), t.size(), t.stride())
+        return given
+
+    def _with_seeds(self, args: Sequence[Any]) -> list[Any]:
+        """The arguments with seeds where eager reads them: a recorded forward leaves them on the device."""
+        given = list(args)
+        for k in self._seeds:
+            given[k] = seeds.on_host(given[k])
         return given
 
     def _needed(self, args: Sequence[Any]) -> int:

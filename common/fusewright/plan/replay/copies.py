@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,17 +23,18 @@ Call = Callable[[list[Any]], Sequence[torch.Tensor] | None]
 
 class CopiesIn:
     """Buffers with the shapes and strides of the arguments at `places`; each call fills them, those of one type in one call if
-    torch can: it copies lists of mixed types one tensor at a time. `lazy`: the memory of an argument is not its value."""
+    torch can: it copies lists of mixed types one tensor at a time. Buffers for arguments that come from anywhere are `onto` a
+    device. `direct`: the memory of each argument is its value, on the buffer's device."""
 
-    def __init__(self, args: Sequence[Any], places: Iterable[int]) -> None:
+    def __init__(self, args: Sequence[Any], places: Iterable[int], onto: Mapping[int, str] = MappingProxyType({})) -> None:
         self.buffers: dict[int, torch.Tensor] = {}
-        self.lazy = False
+        self.direct = True
         self._flat: set[int] = set()
         kinds: dict[Any, tuple[list[int], list[torch.Tensor]]] = {}
         for k in places:
             x = args[k]
-            self.lazy = self.lazy or bool(lazy(x))
-            target = buffer = x.clone()  # keeps the strides of a dense tensor
+            self.direct = self.direct and not lazy(x) and k not in onto
+            target = buffer = x.clone() if k not in onto else x.to(onto[k], copy=True)  # keeps the strides of a dense tensor
             if buffer.stride() != x.stride():
                 target = flat(x).clone()
                 buffer = target.as_strided(x.shape, x.stride())
@@ -63,7 +65,7 @@ def record_with_copies(
 ) -> tuple[Sequence[torch.Tensor], Call]:  # fmt: skip
     """Record `run`, which `draws` random numbers or does not, with copies of its inputs and of what `returned` selects of its
     results, by the recorder itself where it can. Return the results and the call."""
-    simple_inputs = not copy_in.lazy and _simple(list(copy_in.buffers.values()), recorder)
+    simple_inputs = copy_in.direct and _simple(list(copy_in.buffers.values()), recorder)
     if not draws and simple_inputs and isinstance(recorder, CopyingRecorder):
         selected: list[torch.Tensor] = []
 
@@ -89,7 +91,7 @@ def record_written(
 ) -> Call | None:  # fmt: skip
     """Record `run` and then `written`, which makes more results of its results. The call writes those into fresh memory, and
     returns them before the copies of what `returned` selects. None if the recorder cannot do this; then nothing is recorded."""
-    if not isinstance(recorder, WritingRecorder) or copy_in.lazy or not _simple(list(copy_in.buffers.values()), recorder):
+    if not isinstance(recorder, WritingRecorder) or not copy_in.direct or not _simple(list(copy_in.buffers.values()), recorder):
         return None
     simple = True
 

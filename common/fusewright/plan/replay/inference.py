@@ -66,7 +66,6 @@ MOST_UNUSED = 3
 """Replay is given up after so many recordings were replaced before their second use."""
 
 OTHER_TENSORS = "an operator gives other tensors while it is recorded"
-"""For example, the seed of an attention is on the CPU, but on the device while a graph is captured."""
 
 SLOWER = 1.03
 """A replay that takes this many times the plain plan's time is not used."""

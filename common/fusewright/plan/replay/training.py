@@ -33,6 +33,7 @@ from fusewright.plan.replay.obstacles import draws, obstacle, plan_device
 from fusewright.plan.replay.pieces import Pieces, communicating, no_pieces
 from fusewright.plan.replay.recording import Recorded, shown
 from fusewright.plan.replay.sets import ArgumentSet, ArgumentSets, Recording
+from fusewright.plan.seeds import seeds
 
 SMALL = 1 << 12
 """Inputs of backward below this many bytes are copied; others are assumed to stay where forward's recording left them."""
@@ -103,6 +104,7 @@ class Retained(Recorded[Recording]):
         read = {r for i in plan.instructions for r in reads(i)}
         self._used = [k for k, i in enumerate(plan.inputs) if i in read]
         self._written = written_places(plan)
+        self._onto = {k: self.device for k, i in enumerate(plan.inputs) if i in seeds(plan)}
         self._fixed = handover.fixed
         roots, held = roots_of(plan.instructions), self._pieces.held if self._pieces is not None else ()
         self._called = {r for v in held for r in (v, *roots.get(v, ()))}
@@ -194,7 +196,7 @@ class Retained(Recorded[Recording]):
         fixed = set(self._places or ())
         try:
             with torch.inference_mode(False), torch.no_grad(), self.on_device():
-                copy_in = CopiesIn(args, sorted(set(self._used) - fixed))
+                copy_in = CopiesIn(args, sorted(set(self._used) - fixed), self._onto)
                 kept, call = self._recorded_body(copy_in, copy_in.given(args))
             if any(mismatch(t, self.plan.specs[v]) for v, t in zip(self._kept, kept, strict=True)):
                 self._give_up(OTHER_TENSORS)
