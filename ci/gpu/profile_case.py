@@ -205,6 +205,7 @@ class Case:
         if contender.name == self.job.backend:
             breaks = compat.counted("graph_break")
             row.replay, row.graph_breaks = _replay(reports), sum(breaks.values())
+            row.words = next((f"bug: {bug[:200]}" for r in reports for bug in r.bugs), "")
             self.lines += [*_about(reports), *(f"   graph break {n}x: {_one_line(reason)}" for reason, n in breaks.items())]
         gc.collect()
         if self.clock.asynchronous:

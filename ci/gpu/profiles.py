@@ -237,7 +237,7 @@ def _figures(r: Row) -> str:
     ratio = f"{r.ours_over_it:.2f}x" if r.ours_over_it else ""
     kernels = "" if r.kernels_ms is None else f"{r.kernels_ms:.2f}"
     off = "" if r.off_median is None else f"{r.off_median:.1e}"
-    return f"{r.ms:9.2f} {kernels:>9} {r.host_ms:9.2f} {ratio:>12} {off:>10}"
+    return f"{r.ms:9.2f} {kernels:>9} {r.host_ms:9.2f} {ratio:>12} {off:>10}  {r.words}".rstrip()
 
 
 def summary(rows: Sequence[Row]) -> list[str]:

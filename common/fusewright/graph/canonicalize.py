@@ -16,6 +16,7 @@ from fusewright.graph import foreach, retrace, verify
 from fusewright.graph.fills import host_scalars, number_fills, size_fills
 from fusewright.graph.refused import refusal
 from fusewright.interface import HOST
+from fusewright.ops.core import unbind
 from fusewright.ops.strides import RULES
 
 
@@ -42,6 +43,7 @@ def canonicalize(graph: Graph) -> list[str]:
         if found is not None and (refused is None or ops.find(node.target) is not None):
             row, node.args, node.kwargs = found
             node.target = row.target
+            _each_dim(node, row)
             _forget_unread(graph, node, row)
             _mend_dtypes(graph, node, row)
             if refused is not None:
@@ -148,6 +150,17 @@ def _is_blas_matrix(val: torch.Tensor) -> bool:
     if true(along == 1):
         return true(down >= columns)
     return true(along >= rows) if true(down == 1) else true(down != 1) and true(along != 1)
+
+
+def _each_dim(node: Node, row: ops.Op) -> None:
+    """Write out the numbers of a convolution for each dim of its window: one may stand for all, as "valid" is traced."""
+    if row.name not in ("conv", "conv_backward"):
+        return
+    bound = row.bind(node.args, node.kwargs)
+    dims = retrace.value_of(bound["weight"]).dim() - 2
+    given = {name: bound[name] for name in ("stride", "padding", "dilation", "output_padding")}
+    bound |= {name: [*numbers] * dims for name, numbers in given.items() if len(numbers) == 1}
+    node.args, node.kwargs = unbind(row.params, bound)
 
 
 def _forget_unread(graph: Graph, node: Node, row: ops.Op) -> None:

@@ -55,6 +55,16 @@ def test_models_pass_the_fp64_rule(model: str, backend: str, dtype: suite.DType)
     assert verdict.passed, verdict.reason
 
 
+@pytest.mark.parametrize("channels", [3, 20])
+def test_convolutions_without_padding(channels: int) -> None:
+    """Torch traces "valid" as one number for all dims: a lowering that took it for one dim left whole models to eager."""
+    torch.manual_seed(0)
+    conv = torch.nn.Conv2d(channels, 16, 3, 2, "valid", bias=False).bfloat16().eval()
+    x = torch.randn(2, channels, 131, 131, dtype=torch.bfloat16)
+    with torch.no_grad():
+        torch.testing.assert_close(simulated(conv, "nvidia_triton")(x), conv(x), rtol=0.02, atol=0.02)
+
+
 def _state_space(a: Tensor, b: Tensor, c: Tensor, h: Tensor) -> Tensor:
     ys = []
     for t in range(a.shape[1]):

@@ -23,7 +23,7 @@ def geometry_of(op: OpView) -> tuple[Any, ...]:
 
 
 def pair(op: OpView, name: str) -> tuple[int, int]:
-    """Return a geometry argument for height and width; a list of one number counts for both."""
+    """Return a geometry argument for height and width."""
     given = op.arg(name)
     return (NEUTRAL[name] if spec_of(op.arg("input")).rank == 3 else given[0], given[-1])
 
