@@ -1,6 +1,7 @@
 """Depthwise convolutions of inference as sums in loop kernels, with the norm, activation and addition around them.
 
-cuDNN has fast kernels for squares of 3, 5 and 7 alone (measured: docs/studies/gpu-models.md).
+cuDNN has fast kernels for squares of 3, 5 and 7 alone, and not for all images of 2x2, for which torch has one in planes
+(measured: docs/studies/gpu-models.md).
 """
 
 from __future__ import annotations
@@ -11,15 +12,19 @@ from itertools import count, product
 import torch
 
 from fusewright.interface import OpView, TensorSpec, Value
-from fusewright.toolkit.region.builder import channels_last_strides
+from fusewright.plan.ir import Ref
+from fusewright.toolkit.region.builder import channels_last_strides, contiguous_strides, same_strides
 from fusewright.toolkit.region.graph import spec_of
 from fusewright.toolkit.region.pattern import Match, chain
 from fusewright.toolkit.region.rewrite import Row
 from fusewright.toolkit.region.sums import write_sum
 from fusewright_triton.select.calls import Calls
+from fusewright_triton.select.convolutions import geometry
 
 MOST = 32
 """Elements of the largest window."""
+
+SQUARES = ([3, 3], [5, 5], [7, 7])
 
 ALIGNED = 8
 """Channels that a thread reads at once."""
@@ -32,22 +37,49 @@ def reason(op: OpView) -> str | None:
         return "neither 1-d nor 2-d, empty or symbolic"
     if op.arg("groups") != x.shape[1] or w.shape[1] != 1 or (x.shape[1] == 1 != w.shape[0]):
         return "not depthwise"
-    if w.numel_hint() > MOST * w.shape[0] or x.dtype != w.dtype:  # type: ignore[operator]
-        return "a large window, or mixed types"
+    if x.dtype != w.dtype:
+        return "mixed types"
+    if not (_is_small(op) or is_tiny(op)):
+        return "a large window"
     return "the library's own kernel" if has_kernel(op) else None
+
+
+def _is_small(op: OpView) -> bool:
+    w = spec_of(op.arg("weight"))
+    return bool(w.numel_hint() <= MOST * w.shape[0])  # type: ignore[operator]
 
 
 def has_kernel(op: OpView) -> bool:
     """Return whether cuDNN has a kernel for the window that is at least as fast. Of several results for each channel, which it
     computes one channel at a time, it has none."""
     channels, _, *window = spec_of(op.arg("weight")).shape
-    if channels != op.arg("groups") or window not in ([3, 3], [5, 5], [7, 7]) or tuple(op.arg("dilation")) != (1, 1):
+    if channels != op.arg("groups") or window not in SQUARES or tuple(op.arg("dilation")) != (1, 1) or is_tiny(op):
         return False
     return window != [3, 3] or tuple(op.arg("stride")) != (2, 2) or channels % ALIGNED != 0  # type: ignore[operator]
 
 
+def is_tiny(op: OpView) -> bool:
+    """Return whether images are of 2x2 and windows squares of which cuDNN computes one channel at a time: 384 channels take 160 to
+    250 us, in planes 4."""
+    channels, _, *window = spec_of(op.arg("weight")).shape
+    square = channels == op.arg("groups") and window in SQUARES and tuple(op.arg("dilation")) == (1, 1)
+    slow = window != [3, 3] or tuple(op.arg("stride")) != (1, 1)
+    return square and slow and tuple(spec_of(op.arg("input")).shape[2:]) == (2, 2)
+
+
 def _constant(m: Match, c: Calls) -> bool:
-    return c.graph.phase == "infer" and c.is_const(m.anchor.arg("weight"), m.anchor.arg("bias"))
+    return c.graph.phase == "infer" and _is_small(m.anchor) and c.is_const(m.anchor.arg("weight"), m.anchor.arg("bias"))
+
+
+def _tiny(m: Match, c: Calls) -> bool:
+    return is_tiny(m.anchor)
+
+
+def _in_planes(m: Match, c: Calls) -> None:
+    op, b = m.anchor, c.b
+    x, weight = (_planes(op.arg(n), c) for n in ("input", "weight"))
+    stride = contiguous_strides(spec_of(op.out).shape)  # type: ignore[arg-type]
+    b.library("aten::convolution.default", x, weight, c.exact(op.arg("bias")), *geometry(op), out=m.out, stride=stride, op=op)
 
 
 def _write(m: Match, c: Calls) -> None:
@@ -71,6 +103,12 @@ def _write(m: Match, c: Calls) -> None:
     weights = (b.append_op("view", b.append_op("select", rows, 0, k), column) for k in count())
     images_read = (_shifted(op, padded, at, c) for at in product(*map(range, window)))  # type: ignore[arg-type]
     write_sum(total, zip(images_read, weights, strict=False), out, b)
+
+
+def _planes(value: Value, c: Calls) -> Ref:
+    spec = c.b.spec(value)
+    dense = same_strides(spec, contiguous_strides(spec.shape))  # type: ignore[arg-type]
+    return Ref((c.b.at_hand(value) if dense else c.b.row_major(value)).id)
 
 
 def _is_channels_last(x: TensorSpec) -> bool:
@@ -102,4 +140,5 @@ def _shifted(op: OpView, x: Value, at: Sequence[int], c: Calls) -> Value:
 
 ROWS = (
     Row("triton.conv.depthwise", chain("conv"), when=_constant, write=_write, note="depthwise convolution, as a sum"),
+    Row("triton.conv.tiny", chain("conv"), when=_tiny, write=_in_planes, note="depthwise convolution of 2x2 images, in planes"),
 )

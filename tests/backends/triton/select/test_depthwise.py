@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="triton is not installed; pip install './ba
 import torch
 
 from fusewright.interface import Fragment
-from fusewright.plan.ir import Launch
+from fusewright.plan.ir import Call, Launch
 from fusewright_triton.select import depthwise as select
 from tests.backends.triton.select.test_calls import BF16, Net, check, lowered, text
 
@@ -108,6 +108,19 @@ def test_a_square_of_three_with_a_stride(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(select, "ALIGNED", 6)
     g = Net()
     assert kernels(check(g, [depthwise(g, g.images(2, 6, 9, 8), (3, 3), stride=(2, 2))])) <= 2
+
+
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize(("window", "stride"), [(3, 2), (5, 1), (5, 2), (7, 1)])
+def test_images_of_two_by_two(window: int, stride: int, trains: bool) -> None:
+    """The library computes one channel at a time there, unless images are in planes."""
+    g = Net()
+    x = g.images(3, 6, 2, 2)
+    y = g.relu(depthwise(g, g.relu(x), (window, window), stride=(stride, stride), bias=False))
+    g.phase = "forward" if trains else "infer"
+    fragment = check(g, [y])
+    read = [i.args[0].id for i in fragment.instructions if isinstance(i, Call) and "conv" in i.target]
+    assert [g.temporaries[v].stride for v in read] == [(24, 4, 2, 1)] * (trains or window == 7)
 
 
 def test_convolutions_that_are_not_depthwise() -> None:
