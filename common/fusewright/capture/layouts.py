@@ -9,6 +9,7 @@ of weights, and for ops that draw random numbers, which visit elements in memory
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fusewright import _torch_compat as compat
-from fusewright.capture.masks import memory_written
+from fusewright.capture.masks import memory_written, storages
 from fusewright.graph.effects import transforms
 from fusewright.graph.spec import by_stride
 from fusewright.graph.view import dependents
@@ -145,8 +146,10 @@ def _copied(gm: GraphModule, changed: Collection[Node], edits: Mapping[Node, Edi
     """Return a copy of the graph with these edits, which may change the strides of `changed`; None if strides may matter."""
     drawn = [n for n in gm.graph.nodes if n in changed and _draws(n)]
     results = [n for n in gm.graph.output_node().all_input_nodes if n in changed]
-    kept = {*results, *(i for n in drawn for i in n.all_input_nodes if i in changed)}
-    if any(map(_bound_to_strides, gm.graph.nodes)) or not _apart(results) or None in map(_order, kept):
+    owners, alone = _owners(gm.graph, results)
+    kept = {*alone, *(i for n in drawn for i in n.all_input_nodes if i in changed)}
+    begun = owners & set(changed)
+    if any(map(_bound_to_strides, gm.graph.nodes)) or None in map(_order, kept | begun):
         return None
     graph = Graph(tracer_cls=gm.graph._tracer_cls)
     made: dict[Node, Node] = {}
@@ -161,6 +164,8 @@ def _copied(gm: GraphModule, changed: Collection[Node], edits: Mapping[Node, Edi
         made[n] = graph.node_copy(n, as_traced if n.op == "output" or n in drawn else at_hand)
         if n in edits:
             made[n] = _as(n, edits[n](graph, made, n))
+        if n in begun:
+            made[n] = _as(n, _laid(graph, made[n], n))
     found = GraphModule(gm, graph)
     found.meta = gm.meta
     compat.keep_sources(found, gm)
@@ -278,15 +283,22 @@ def _bound_to_strides(n: Node) -> bool:
     return n.op == "call_module" or (n.op == "call_function" and (isinstance(n.target, _OPAQUE) or package not in _PLAIN))
 
 
-def _apart(results: Sequence[Node]) -> bool:
-    """Whether no two results share memory; copies of them would not."""
-    storages = [_example(n).untyped_storage()._cdata for n in results]
-    return len(set(storages)) == len(storages)
+def _owners(graph: Graph, results: Sequence[Node]) -> tuple[set[Node], list[Node]]:
+    """The nodes of whose memory several results are views, as copies of these would not be, and the other results."""
+    counts = Counter(s for n in results for s in storages(n))
+    shared = {s for s, count in counts.items() if count > 1}
+    owners: dict[int, Node] = {}
+    for n in graph.nodes if shared else ():
+        for s in shared & storages(n):
+            owners.setdefault(s, n)
+    return set(owners.values()), [n for n in results if not shared & storages(n)]
 
 
 def _order(n: Node) -> tuple[int, ...] | None:
-    """The dims of a node's result, outermost in memory first; None if it is not dense."""
-    x = _example(n)
+    """The dims of a node's result, outermost in memory first; None if it is not dense, or no tensor."""
+    x = n.meta.get("example_value")
+    if not isinstance(x, torch.Tensor):
+        return None
     order = tuple(by_stride(x))
     return order if x.permute(order).is_contiguous() else None
 

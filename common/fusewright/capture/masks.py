@@ -198,11 +198,12 @@ def _fits(example: Any) -> bool:
 def memory_written(gm: GraphModule) -> Callable[[Node], bool]:
     """Return whether somebody may write to a node's memory, also through a view of it."""
     into = {i for n in gm.graph.nodes if writes(n) for i in n.all_input_nodes}
-    storages = {storage for i in into for storage in _storages(i)}
-    return lambda node: node in into or not storages.isdisjoint(_storages(node))
+    written = {storage for i in into for storage in storages(i)}
+    return lambda node: node in into or not written.isdisjoint(storages(node))
 
 
-def _storages(node: Node) -> set[int]:
+def storages(node: Node) -> set[int]:
+    """The identities of the memory of a node's tensors."""
     example = node.meta.get("example_value")
     every = example if isinstance(example, tuple | list) else (example,)
     return {compat.storage_id(x) for x in every if isinstance(x, torch.Tensor) and x.layout is torch.strided}

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fusewright import _torch_compat as compat
 from fusewright.capture import layouts
 from fusewright.ops.strides import CHANNELS_LAST
 
@@ -175,7 +176,26 @@ def _overlapping(x: torch.Tensor) -> torch.Tensor:
     return x[:, :, :1].expand(-1, -1, 3, -1)
 
 
-@pytest.mark.parametrize("then", [_strided, _shared, _overlapping])
+@pytest.mark.parametrize("kind", KINDS[:2])
+@pytest.mark.parametrize("then", [
+    _shared,
+    lambda x: x.split([2, 6], 1),
+    lambda x: ((y := x.flatten(2).mean(2) * 2), y.t()),
+    lambda x: (x.flatten(1), x.mean(), x.unflatten(1, (2, 4))),
+], ids=["a part", "parts", "a transpose", "views"])  # fmt: skip
+def test_results_that_share_memory_still_do(then: Callable[..., Any], kind: str) -> None:
+    torch.manual_seed(1)
+    module = Images(then, kind=kind)
+    wanted, gradients = eager(module)
+    rewritten, results, found = run(module)
+    assert rewritten
+    assert_same([*results, *found], [*wanted, *gradients])
+    assert [t.stride() for t in (*results, *found)] == [t.stride() for t in (*wanted, *gradients)]
+    ours, eagers = ([compat.storage_id(t) for t in ts] for ts in (results, wanted))
+    assert [ours.index(s) for s in ours] == [eagers.index(s) for s in eagers]
+
+
+@pytest.mark.parametrize("then", [_strided, _overlapping])
 def test_what_strides_mean_something_to_is_left_alone(then: Callable[..., Any]) -> None:
     assert not run(Images(then))[0]
 
