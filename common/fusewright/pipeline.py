@@ -23,6 +23,7 @@ from fusewright.plan.execute import cached, compared
 from fusewright.plan.ir import Run
 from fusewright.plan.replay.training import Handover
 from fusewright.report import GraphReport, is_keeping, is_recording, warn_once
+from fusewright.stages.changing import Changing, may_change
 from fusewright.stages.compilation import Compilation
 from fusewright.stages.running import from_disk
 from fusewright.stages.timing import timed
@@ -50,10 +51,18 @@ def compile_graph(
     """Run every stage on one ATen graph, or find its plan in the cache. Return a callable that takes (and empties) a list of
     inputs; with a `comparison`, eager may replace it. `earlier` are rewrites that the graph already shows."""
     half = comparison.half(gm, phase) if comparison is not None else None
-    run = _found_or_compiled(backend, options, gm, phase, const, mode, earlier)
+    complete = without = strictly if options.strict else _as_it_is
     if comparison is not None and half is not None:
-        return comparison.add(half, run)
-    return strictly(run) if options.strict else run
+        complete = partial(comparison.add, half)
+        without = comparison.without_constants(half, gm) if const else complete
+    c, run = _found_or_compiled(backend, options, gm, phase, const, mode, earlier)
+    if half is not None:
+        half.changes = c.changes
+    return Changing(c, complete(run), without) if c.prepared and may_change(options, mode) else complete(run)
+
+
+def _as_it_is(run: Run) -> Run:
+    return run
 
 
 def comparison(backend: Backend, options: Options) -> compared.Comparison | None:
@@ -74,7 +83,7 @@ def comparison(backend: Backend, options: Options) -> compared.Comparison | None
 
 def _found_or_compiled(
     backend: Backend, options: Options, gm: GraphModule, phase: Phase, const: frozenset[Node], mode: str, earlier: RuleLog | None
-) -> Run:
+) -> tuple[Compilation, Run]:
     report = GraphReport(backend.name, phase, mode)
     tuner = Tuner(backend.fingerprint(), options.cache, backend.policy().count_workers())
     c = Compilation(backend, options, gm, phase, const, report, tuner, lambda c: _compile(c), earlier, handover=Handover.of(phase))
@@ -86,9 +95,9 @@ def _found_or_compiled(
             run, summary = found
             if summary and options.fallback == "warn":
                 warn_once(summary)
-            return run
+            return c, run
     run = _compile(c)
-    return _keeping_arguments(run, c.given) if is_keeping() else run
+    return c, _keeping_arguments(run, c.given) if is_keeping() else run
 
 
 def _keeping_arguments(run: Run, given: list[Any]) -> Run:

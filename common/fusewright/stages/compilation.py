@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar
 
@@ -37,6 +37,7 @@ from fusewright.report import GraphReport
 
 if TYPE_CHECKING:
     from fusewright.partition.partition import Partition
+    from fusewright.plan.execute.prepare import PreparedCache
 
 X = ParamSpec("X")
 R = TypeVar("R")
@@ -77,6 +78,8 @@ class Compilation:
     carried: set[int] = field(default_factory=set)
     """Ids of claimed ops that run as eager's own call."""
     facts: Facts = field(default_factory=Facts)
+    prepared: list[tuple[PreparedCache, Sequence[int]]] = field(default_factory=list)
+    """The constants of the latest plan, if it has any, and the positions of the inputs that they are made of."""
     given: list[Any] = field(default_factory=list)
     """The arguments of the first call, kept only while someone records with `keep`."""
     lines: Mapping[str, int] = field(default_factory=dict)
@@ -85,6 +88,10 @@ class Compilation:
     @property
     def graph(self) -> Graph:
         return self.gm.graph
+
+    def changes(self) -> int:
+        """How often constants of the latest plan were prepared again, because a weight had changed."""
+        return sum(cache.changes for cache, _ in self.prepared)
 
     def do(self, step: Pass[X, R], *args: X.args, **kwargs: X.kwargs) -> R:
         """Run a pass, and verify its result if the option `verify` is set."""

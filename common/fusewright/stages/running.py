@@ -30,7 +30,7 @@ def finish(c: Compilation, kernels: Mapping[str, KernelCode]) -> None:
     c.plan_text = partial(codegen.to_text, c.plan, kernels)
     if is_keeping():
         c.report.kept = Kept(c.plan, kernels, plain, c.index, c.given)
-    _watch_weights(c, plain)
+    _note_constants(c, c.plan, plain)
     c.run = run = _replaying(c, c.plan, kernels, plain)
     if c.compiled or c.facts.suspects() or run is not plain:
         checked = codegen.load(_without(c.plan, c.plan.doubted), kernels, checked=True, prepared=codegen.prepared_of(plain))
@@ -46,7 +46,7 @@ def finish(c: Compilation, kernels: Mapping[str, KernelCode]) -> None:
 def from_disk(c: Compilation, plan: plan_build.Plan, kernels: Mapping[str, KernelCode], plain: Run) -> Run:
     """Make a cached plan a callable, without checks. Its first call is plain, to load everything that a recording of training,
     which does not warm up, must find loaded."""
-    _watch_weights(c, plain)
+    _note_constants(c, plan, plain)
     later, called = _replaying(c, plan, kernels, plain), False
 
     def run(args: list[Any]) -> Any:
@@ -67,11 +67,13 @@ def _replaying(c: Compilation, plan: plan_build.Plan, kernels: Mapping[str, Kern
     return retained(plan, kernels, plain, recorder, c.report.tell_replay, c.handover)
 
 
-def _watch_weights(c: Compilation, plain: Run) -> None:
-    """With `check="weights"`, compare every byte of the weights that constants are made of at each call."""
+def _note_constants(c: Compilation, plan: plan_build.Plan, plain: Run) -> None:
+    """Note the plan's constants. With `check="weights"`, they compare every byte of their weights at each call."""
     prepared = codegen.prepared_of(plain)
-    if prepared is not None and "weights" in c.options.check:
-        prepared.whole = True
+    c.prepared.clear()
+    if prepared is not None and plan.prepare_inputs:
+        prepared.whole = "weights" in c.options.check
+        c.prepared.append((prepared, [plan.inputs.index(i) for i in plan.prepare_inputs]))
 
 
 def _doubted(c: Compilation) -> frozenset[int]:

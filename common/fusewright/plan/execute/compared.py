@@ -185,10 +185,11 @@ class Trial:
 
 class Half:
     """A graph that is compared: all of inference, or a forward or backward. `sizes` maps the arguments of a call to a class, None
-    if there is only one. After a verdict for the plan, `eager` is None."""
+    if there is only one. After a verdict for the plan, `eager` is None. `changes` tells how often constants were prepared again."""
 
     def __init__(self, phase: Phase, eager: Eager | None, sizes: Callable[[list[Any]], Hashable] | None = None) -> None:
         self.phase, self.sizes = phase, sizes
+        self.changes: Callable[[], int] = lambda: 0
         self.eager = eager
         self.thread: int | None = None
         self._wait: Callable[[], None] | None = None
@@ -315,6 +316,14 @@ class Comparison:
             return Half(phase, Eager(gm), by_size)
         return Half(phase, Eager(gm) if self._trial(()).verdict != "plan" else None)
 
+    def without_constants(self, half: Half, gm: GraphModule) -> Callable[[Run], Run]:
+        """What `add` is, for a plan of the same graph that prepares nothing, with a verdict of its own. `gm` is not compiled yet."""
+        other = Comparison(self.name, f"{self.scope}|without constants", self._persist, self.may)
+        other._text, other._alike = self._text, self._alike
+        known = store.read_choices().get(other.scope) if self._persist else None
+        other._known = known if isinstance(known, dict) else {}
+        return partial(other.add, Half(half.phase, half.eager or Eager(gm), half.sizes))
+
     def add(self, half: Half, plan: Run) -> Run:
         """Return `plan`, or what replaces it by eager if that is faster."""
         if half.sizes is not None:
@@ -419,7 +428,7 @@ class Comparison:
             pair += Pair(plan=rest, whole=rest * pair.whole / max(pair.plan, 1e-9))
         trial.add(pair)
         if trial.verdict is not None:
-            self._tell(trial)
+            self._tell(trial, half.changes())
         return result
 
     def _shadow(
@@ -455,7 +464,7 @@ class Comparison:
     def _key(self, sizes: Hashable) -> str:
         return hashlib.sha256(f"{self._text}\n{sizes}".encode()).hexdigest()[:32]
 
-    def _tell(self, trial: Trial) -> None:
+    def _tell(self, trial: Trial, changes: int) -> None:
         plan, eager = trial.plan * 1e3, trial.eager * 1e3
         log.info("%s: plan %.3f ms, eager %.3f ms: %s", self.name, plan, eager, trial.verdict)
         if trial.verdict == "eager":
@@ -463,7 +472,7 @@ class Comparison:
                 "fusewright: %s: a graph takes %.3f ms compiled and %.3f ms in eager; eager runs it from now on",
                 self.name, plan, eager,
             )  # fmt: skip
-        if trial.sure and self._persist:
+        if trial.sure and self._persist and changes * SHARE <= trial.calls:  # else it is about these changes, not about the graph
             self._remember(self._key(trial.sizes), f"{trial.verdict} {trial.plan:.3g} {trial.eager:.3g} {trial.whole:.3g}")
 
     def _remember(self, key: str, verdict: str) -> None:

@@ -191,7 +191,7 @@ class PreparedCache:
         self._last: list[Prepared] = []  # at most one
         self._captures: Callable[[], bool] | None = None
         self._lock = threading.Lock()
-        self.runs = 0
+        self.runs = self.changes = 0
         _CACHES.add(self)
 
     def made_by(self, prepare: Callable[..., tuple[Any, ...]]) -> None:
@@ -239,8 +239,10 @@ class PreparedCache:
             self.runs += 1
             addresses, same = [w.data_ptr() or without_memory(w) for w in weights], watch(weights)
             # free stale copies before making new ones
-            for other in [k for k, e in self._entries.items() if k == key or e.addresses == addresses]:
+            stale = [k for k, e in self._entries.items() if k == key or e.addresses == addresses]
+            for other in stale:
                 self._drop(other)
+            self.changes += bool(stale)
             # A view keeps its base's memory alive: results that are views of the weights would never let them be freed.
             values = self._prepare(*map(_unowned, weights))
             _wait_for(values)
