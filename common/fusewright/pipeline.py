@@ -51,7 +51,8 @@ def compile_graph(
     """Run every stage on one ATen graph, or find its plan in the cache. Return a callable that takes (and empties) a list of
     inputs; with a `comparison`, eager may replace it. `earlier` are rewrites that the graph already shows."""
     half = comparison.half(gm, phase) if comparison is not None else None
-    complete = without = strictly if options.strict else _as_it_is
+    complete: Callable[[Run], Run] = strictly if options.strict else _as_it_is
+    without = complete
     if comparison is not None and half is not None:
         complete = partial(comparison.add, half)
         without = comparison.without_constants(half, gm) if const else complete

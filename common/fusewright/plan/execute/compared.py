@@ -307,21 +307,22 @@ class Comparison:
             log.info("%s: a graph is not compared with eager: %s", self.name, why)
             self._trials[()] = Trial(verdict="plan")
             return Half(phase, None)
-        self._text = text_of(gm.graph)
-        known = store.read_choices().get(self.scope) if self._persist else None
-        self._known = known if isinstance(known, dict) else {}
         by_size = classes(gm.graph)
-        self._alike = by_size is None
+        self._begin(text_of(gm.graph), by_size is None)
         if by_size is not None and phase == "infer":
             return Half(phase, Eager(gm), by_size)
         return Half(phase, Eager(gm) if self._trial(()).verdict != "plan" else None)
 
+    def _begin(self, text: str, alike: bool) -> None:
+        """Compare a graph of this text, of which verdicts may be known."""
+        self._text, self._alike = text, alike
+        known = store.read_choices().get(self.scope) if self._persist else None
+        self._known = known if isinstance(known, dict) else {}
+
     def without_constants(self, half: Half, gm: GraphModule) -> Callable[[Run], Run]:
-        """What `add` is, for a plan of the same graph that prepares nothing, with a verdict of its own. `gm` is not compiled yet."""
+        """What `add` is, for a plan of the same graph that prepares nothing, with its own verdict. `gm` is not compiled yet."""
         other = Comparison(self.name, f"{self.scope}|without constants", self._persist, self.may)
-        other._text, other._alike = self._text, self._alike
-        known = store.read_choices().get(other.scope) if self._persist else None
-        other._known = known if isinstance(known, dict) else {}
+        other._begin(self._text, self._alike)
         return partial(other.add, Half(half.phase, half.eager or Eager(gm), half.sizes))
 
     def add(self, half: Half, plan: Run) -> Run:

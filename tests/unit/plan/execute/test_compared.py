@@ -45,7 +45,7 @@ class World:
 
     def graph(
         self, c: Comparison, plan: list[float], eager: list[float], phase: Phase = "infer", sizes: Any = None,
-        gm: GraphModule | None = None,
+        gm: GraphModule | None = None, changes: int = 0,
     ) -> Callable[[list[Any]], str]:  # fmt: skip
         """Make a graph whose compiled and eager calls take these times in turn. A call returns whose result it is."""
         half = c.half(gm or traced(), phase)
@@ -76,7 +76,7 @@ class World:
             self.now += next_of("plan", plan)
             return "plan"
 
-        half.eager, half.sizes = Fake(), sizes  # type: ignore[assignment]
+        half.eager, half.sizes, half.changes = Fake(), sizes, lambda: changes  # type: ignore[assignment]
         return c.add(half, compiled)
 
 
@@ -169,6 +169,26 @@ def test_a_verdict_is_remembered_for_its_scope_and_graph(world: World, winner: s
     assert world.graph(Comparison("x", "another", True, lambda: True), seconds, [1.0])([1]) == "plan"
     assert world.graph(comparison(persist=True), seconds, [1.0], gm=traced(aten.cos.default))([1]) == "plan"
     assert world.graph(comparison(persist=False), seconds, [1.0])([1]) == "plan"
+
+
+@pytest.mark.parametrize(("changes", "kept"), [(0, "eager"), (3, "eager"), (120, "plan")])
+def test_what_changing_weights_cost_is_no_verdict_on_the_graph(world: World, changes: int, kept: str) -> None:
+    c = comparison(persist=True)
+    run = world.graph(c, plan=[1.2], eager=[1.0], changes=changes)
+    assert [run([1]) for _ in range(150)][-1] == "eager"
+    assert world.graph(comparison(persist=True), [1.2], [1.0])([1]) == kept, "the next process"
+
+
+def test_a_plan_without_constants_has_a_verdict_of_its_own(world: World) -> None:
+    c = comparison(persist=True)
+    half = c.half(traced(), "infer")
+    assert half is not None
+    beside = c.without_constants(half, traced())
+    run = world.graph(c, plan=[1.2], eager=[1.0])
+    for _ in range(150):
+        run([1])
+    assert verdict(c) == "eager"
+    assert beside(lambda args: "without")([torch.ones(3)]) == "without"
 
 
 def test_each_class_of_sizes_has_its_own_verdict(world: World) -> None:
