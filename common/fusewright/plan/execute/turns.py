@@ -225,7 +225,8 @@ class Trial:
         (began, first), (ended, latest) = self.first, self.latest
         typical = self.best["plan"] * (latest - first) >= TYPICAL * (ended - began)
         alone = self.alone.get("plan", 0.0) > self.alone.get("eager", math.inf)
-        backward = self.even or self.longest["plan"] > SLOWER * self.longest["eager"]  # else sides may differ in how many they have
+        margin = 1.0 if self.won == self.rounds else SLOWER  # a pause in some steps makes their ratio close to one
+        backward = self.even or self.longest["plan"] > margin * self.longest["eager"]  # else sides may differ in how many they have
         return typical and alone and backward and 2 * self.won > self.rounds
 
 

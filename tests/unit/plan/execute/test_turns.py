@@ -108,6 +108,16 @@ def test_steps_are_compared_however_often_they_call(
     assert set(program.ran[-20:]) == {"plan" if eager in SLOWER else "eager"}
 
 
+@pytest.mark.parametrize("every", [3, 4, 6])
+def test_a_long_pause_in_some_steps_does_not_hide_that_eager_is_faster(program: Program, every: int) -> None:
+    program.eager_takes(0.6, 0.8)
+    program.disturbed(0.02)
+    for k in range(DECIDED):
+        program.step()
+        program.now += 8.0 * every if k % every == 0 else 0.0
+    assert set(program.ran[-20:]) == {"eager"}
+
+
 @pytest.mark.parametrize("calls", [5, 7, 9, 16, 100])
 @pytest.mark.parametrize("eager", SLOWER)
 @pytest.mark.parametrize("seed", range(3))
