@@ -42,8 +42,8 @@ ROUNDS = 6
 """The best of so many rounds decide: on a busy machine, one round tells little."""
 
 FEW_ROUNDS, FASTER = 2, 0.9
-"""So many are enough if what is compiled is this much faster; one more if eager's part ended early in all, as a cold one may, and
-if eager is this much faster in its worst round than what is compiled in its best one, and all were even."""
+"""So many are enough if what is compiled is this much faster, its calls alone too; one more if eager's part ended early in all, as
+a cold one may, and if eager is this much faster in its worst round than what is compiled in its best one, and all were even."""
 
 EVEN = 1.08
 """The highest ratio of mean to median of a round's steps if each has a backward: one more in a round then makes less of a
@@ -209,12 +209,16 @@ class Trial:
         due = self._spent() + max(self.costs)
         if due * compiled > SPARE:
             self.next = max(self.next, math.ceil(SHARE * due))
-        if self.rounds >= FEW_ROUNDS + math.isinf(self.best["eager"]) and plan < FASTER * self.best["eager"]:
+        if self.rounds >= FEW_ROUNDS + math.isinf(self.best["eager"]) and plan < FASTER * self.best["eager"] and self._agrees():
             self.verdict = "plan"
         elif self.rounds > FEW_ROUNDS and self.even and self.worst < FASTER * plan and self._loses():
             self.verdict = "eager"
         elif self.rounds >= ROUNDS:
             self.verdict = "eager" if self._loses() else "plan"
+
+    def _agrees(self) -> bool:
+        """Whether calls alone do not tell the contrary of steps: what disturbs eager's parts of two rounds is no verdict."""
+        return not self.steps or self.alone.get("plan", 0.0) <= self.alone.get("eager", math.inf)
 
     def _loses(self) -> bool:
         """Whether eager is faster. Steps may wait for anything, so eager must win most rounds of them, and by its calls alone."""

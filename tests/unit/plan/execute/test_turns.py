@@ -108,6 +108,16 @@ def test_steps_are_compared_however_often_they_call(
     assert set(program.ran[-20:]) == {"plan" if eager in SLOWER else "eager"}
 
 
+def test_a_busy_machine_in_two_of_eagers_parts_is_no_verdict(program: Program) -> None:
+    program.eager_takes(0.8, 0.8)
+    rounds = {0}
+    for _ in range(2 * DECIDED):
+        program.step()
+        rounds.add(sum(t.rounds for t in program.calls._trials.values()))
+        program.now += 1.5 if program.ran[-1] == "eager" and max(rounds) < 2 else 0.0
+    assert set(program.ran[-20:]) == {"eager"}
+
+
 @pytest.mark.parametrize("every", [3, 4, 6])
 def test_a_long_pause_in_some_steps_does_not_hide_that_eager_is_faster(program: Program, every: int) -> None:
     program.eager_takes(0.6, 0.8)
