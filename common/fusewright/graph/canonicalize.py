@@ -27,6 +27,7 @@ def canonicalize(graph: Graph) -> list[str]:
     """
     disagreements = []
     foreach.single(graph)
+    foreach.products_and_sums(graph)
     _needless_states(graph)
     _flat_results(graph)
     host_scalars(graph)

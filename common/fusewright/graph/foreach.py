@@ -1,4 +1,5 @@
-"""Split `_foreach_` calls, with which optimizers update all parameters at once, into one call per tensor.
+"""Calls of optimizers: `_foreach_` calls, which update all parameters at once, become one call per tensor, and products that are
+added in one primitive become two calls.
 
 Kernels then make one pass over each parameter and its state; eager makes one pass over all parameters for each step of the
 formula.
@@ -14,6 +15,7 @@ import torch
 from torch.fx import Graph, Node
 
 from fusewright import _torch_compat as compat
+from fusewright.graph import retrace
 
 PREFIX = "aten::_foreach_"
 
@@ -47,6 +49,20 @@ def single(graph: Graph) -> None:
             user.args, user.kwargs = _of_element(given, target, user.args[1])
             user.target = target
         graph.erase_node(node)
+
+
+def products_and_sums(graph: Graph) -> None:
+    """Rewrite `prims.fma`, which eager computes in Python, as what it computes there. Dynamo writes `addcmul_` and `addcdiv_` with
+    a value, and `add_` with a tensor `alpha`, in this way."""
+    for node in list(graph.nodes):
+        if node.op != "call_function" or not compat.is_overload(node.target) or node.target.name() != "prims::fma":
+            continue
+        a, b, c = node.args
+        a, b = (a, b) if isinstance(a, Node) else (b, a)  # one of the two is a tensor
+        with graph.inserting_before(node):
+            product = graph.call_function(torch.ops.aten.mul.Tensor, (a, b))
+        product.meta.update(node.meta, val=retrace.infer(product))
+        node.target, node.args = torch.ops.aten.add.Tensor, (product, c)
 
 
 def _single(node: Node) -> Any:

@@ -1,4 +1,4 @@
-"""`_foreach_` calls become one call per tensor, with the same values."""
+"""Calls of optimizers: `_foreach_` calls become one call per tensor, products that are added two calls, with the same values."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from fusewright import report
 from fusewright.graph import foreach
 
 List = list[Tensor]
@@ -60,3 +61,25 @@ def test_other_calls_stay() -> None:
     graph.output(whole)
     foreach.single(graph)
     assert len(foreach_calls(graph)) == 1
+
+
+WRITES: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "addcmul": lambda x, y, z: x.addcmul_(y, z, value=0.3),
+    "addcdiv": lambda x, y, z: x.addcdiv_(y, z, value=-0.3),
+    "addcmul by a number that is a tensor": lambda x, y, z: x.add_(y, alpha=z[0, 0]),
+    "of two types": lambda x, y, z: x.addcmul_(y.bfloat16(), z, value=2),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_that_are_added_are_two_calls(name: str, dtype: torch.dtype, fresh_dynamo: None) -> None:
+    def given() -> list[torch.Tensor]:
+        return [torch.linspace(0.5, 2, 12).view(3, 4).mul(k).to(dtype) for k in (1, 2, 3)]
+
+    x, y = given(), given()
+    with report.recording() as reports:
+        torch.compile(WRITES[name], backend="fusewright_null")(*x)
+    torch.compile(WRITES[name], backend="aot_eager")(*y)
+    assert reports and not [r.op for r in reports[0].ops if r.op.startswith("prims")]
+    assert torch.equal(x[0], y[0])
