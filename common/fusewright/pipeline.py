@@ -23,7 +23,6 @@ from fusewright.plan.execute import cached, compared
 from fusewright.plan.ir import Run
 from fusewright.plan.replay.training import Handover
 from fusewright.report import GraphReport, is_keeping, is_recording, warn_once
-from fusewright.stages.changing import Changing, may_change
 from fusewright.stages.compilation import Compilation
 from fusewright.stages.running import from_disk
 from fusewright.stages.timing import timed
@@ -59,7 +58,13 @@ def compile_graph(
     c, run = _found_or_compiled(backend, options, gm, phase, const, mode, earlier)
     if half is not None:
         half.changes = c.changes
-    return Changing(c, complete(run), without) if c.prepared and may_change(options, mode) else complete(run)
+    return _changing(c, complete(run), without, mode) if c.prepared else complete(run)
+
+
+def _changing(c: Compilation, run: Run, without: Callable[[Run], Run], mode: str) -> Run:
+    from fusewright.stages.changing import Changing, may_change  # imported here: only graphs with constants need it
+
+    return Changing(c, run, without) if may_change(c.options, mode) else run
 
 
 def _as_it_is(run: Run) -> Run:
