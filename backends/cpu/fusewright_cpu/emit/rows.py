@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
+from fusewright.toolkit.ir.extent import evaluate
 from fusewright.toolkit.ir.ir import Kernel, Node, Stage
 from fusewright.toolkit.ir.types import DType
 from fusewright_cpu.emit.memory import Lanes
@@ -15,11 +16,21 @@ from fusewright_cpu.emit.strategy import Strategy, row_units
 from fusewright_cpu.emit.text import Fn, V, i64
 from fusewright_cpu.target import CpuTarget
 
-CASCADE = 32
-"""Steps after which a partial sum is added to a higher-level one and restarts from zero; the higher levels do the same."""
+CHAIN = 16
+"""The most floats added one after the other, as in torch's sums: longer ones are sums of partial sums, and so on, so that the error
+grows with the number of levels, not of floats."""
 
-LEAST = 4
-"""The fewest steps of a partial sum."""
+
+def chunks(steps: int, inner: int = 1) -> list[int]:
+    """Return the lengths of the chunks, longest first, that make a loop of `steps` with `inner` additions each one in which no more
+    than `CHAIN` follow each other: as few as possible, and alike in length."""
+    widths: list[int] = []
+    left, most = steps, max(CHAIN // inner, 1)
+    while left > most:
+        parts = -(-left // most)
+        widths.insert(0, -(-left // parts) * (widths[0] if widths else 1))
+        left, most = -(-steps // widths[0]), CHAIN
+    return widths
 
 
 class Writer(Protocol):
@@ -180,7 +191,8 @@ class RowLoops:
         last = d == len(b.rows) - 1
         if last and self.row:
             return self._vector_loop(states)
-        apart = not last and self._is_long(d)
+        inner = 1 if last else self._inner(d)
+        apart = self._cascades and inner > CHAIN // 2
 
         def body(i: V, carried: list[V]) -> list[V]:
             b.lanes.axis[axis] = i
@@ -189,61 +201,68 @@ class RowLoops:
             b.nodes([n for n in self.stage.nodes if self.depth[n.id] == d], self.count)
             return self._merge(carried, self._level(d + 1, self._start())) if apart else self._level(d + 1, carried)
 
-        return self._loop(i64(0), self._size(d), 1, states, body)
+        return self._loop(i64(0), self._size(d), 1, states, body, self._likely(d), 1 if apart else inner)
 
-    def _is_long(self, d: int) -> bool:
-        """Whether axes that are too short for chunks make one long sum, so that each step of axis `d` has a sum of its own."""
-        sizes = self.b.kernel.sizes
-        steps = [n if isinstance(n := sizes[axis], int) else 0 for axis in self.b.rows[d:]]
+    def _likely(self, d: int) -> int:
+        """Return the steps of row axis `d` for which a loop of unknown steps has chunks."""
+        return max(evaluate(self.b.kernel.sizes[self.b.rows[d]], self.b.kernel.hints), CHAIN**4)
+
+    def _inner(self, d: int) -> int:
+        """Return the number of steps inside one of axis `d`: of many, each has a sum of its own."""
+        steps = [evaluate(self.b.kernel.sizes[axis], self.b.kernel.hints) for axis in self.b.rows[d + 1 :]]
         if self.row:
-            steps[-1] //= self.count * self.w
-        inner = math.prod(steps[1:])
-        return self._cascades and inner >= LEAST and inner * steps[0] > 2 * CASCADE
+            steps[-1] = -(-steps[-1] // (self.count * self.w))
+        return max(math.prod(steps), 1)
 
     def _size(self, d: int) -> V:
         """Return the steps of row axis `d`."""
         return self.b.size(self.b.rows[d]) if d else self.stop
 
-    def _loop(self, lo: V, hi: V, step: int, states: State, body: Callable[[V, list[V]], list[V]]) -> State:
-        """Emit a loop over one row axis. Long float sums are split into chunks, and chunks of chunks, so that errors grow only with
-        the lengths of these."""
-        span = (int(hi.name) - int(lo.name)) // step if lo.lit and hi.lit else None
-        if not self._cascades or (span is not None and span <= 2 * CASCADE):
-            return self.f.loop(lo, hi, i64(step), states, body)
-        levels = 1 if span is not None and span <= 2 * CASCADE**2 else 2
-        return self._chunks(lo, hi, step, states, body, levels)
+    def _loop(
+        self, lo: V, hi: V, step: int, states: State, body: Callable[[V, list[V]], list[V]], likely: int, inner: int = 1
+    ) -> State:
+        """Emit a loop over one row axis with `inner` additions a step, of `likely` steps if their number is not known. Long float
+        sums are split into chunks, and chunks of chunks."""
+        known = -(-(int(hi.name) - int(lo.name)) // step) if lo.lit and hi.lit else None
+        widths = chunks(likely if known is None else known, inner) if self._cascades else ()
+        return self._chunks(lo, hi, step, states, body, widths, known)
 
     def _chunks(
-        self, lo: V, hi: V, step: int, states: State, body: Callable[[V, list[V]], list[V]], levels: int
-    ) -> State:
-        f, width = self.f, i64(step * CASCADE**levels)
+        self, lo: V, hi: V, step: int, states: State, body: Callable[[V, list[V]], list[V]],
+        widths: Sequence[int], known: int | None,
+    ) -> State:  # fmt: skip
+        """Emit a loop in chunks of `widths` steps, longest first; `known` is the number of its steps, if it is a constant."""
+        f = self.f
+        if not widths:
+            return f.loop(lo, hi, i64(step), states, body)
+        width, whole = widths[0], known is not None and known % widths[0] == 0
 
         def chunk(at: V, total: list[V]) -> list[V]:
-            top = f.add(at, width)
-            top = f.select(f.cmp("icmp slt", top, hi), top, hi)
-            if levels > 1:
-                return self._merge(total, self._chunks(at, top, step, self._start(), body, levels - 1))
-            return self._merge(total, f.loop(at, top, i64(step), self._start(), body))
+            top = f.add(at, i64(step * width))
+            top = top if whole else f.select(f.cmp("icmp slt", top, hi), top, hi)
+            return self._merge(total, self._chunks(at, top, step, self._start(), body, widths[1:], width if whole else None))
 
-        return f.loop(lo, hi, width, states, chunk)
+        return f.loop(lo, hi, i64(step * width), states, chunk)
 
     def _vector_loop(self, states: State) -> State:
         """Emit the innermost row axis, vectorised: full steps, then a masked or scalar tail."""
         n, step = self._size(len(self.b.rows) - 1), self.count * self.w
         static = int(n.name) if n.lit else None
         main = i64(static - static % step) if static is not None else self.f.bin("and", n, i64(-step))
-        states = self._span(i64(0), main, self.count, self.w, False, states)
+        likely = self._likely(len(self.b.rows) - 1) // step
+        states = self._span(i64(0), main, self.count, self.w, False, states, likely)
         if static is not None and static % step == 0:
             return states
         if not self.extra:
             masked = self.w > 1 and (static is None or static % self.w != 0)
-            return self._span(main, n, 1, self.w, masked, states)
+            return self._span(main, n, 1, self.w, masked, states, self.count)
         single = i64(static - static % self.w) if static is not None else self.f.bin("and", n, i64(-self.w))
         if self.count > 1:
-            states = self._span(main, single, 1, self.w, False, states)
-        return states if static is not None and static % self.w == 0 else self._span(single, n, 1, 1, False, states)
+            states = self._span(main, single, 1, self.w, False, states, self.count)
+        whole = static is not None and static % self.w == 0
+        return states if whole else self._span(single, n, 1, 1, False, states, self.w)
 
-    def _span(self, lo: V, hi: V, units: int, w: int, masked: bool, states: State) -> State:
+    def _span(self, lo: V, hi: V, units: int, w: int, masked: bool, states: State, likely: int) -> State:
         b, axis = self.b, self.b.rows[-1]
         first = self.count if self.extra and w == 1 else 0
 
@@ -252,7 +271,7 @@ class RowLoops:
             b.lanes.mask = b.tail_mask(i, hi, w) if masked else None
             return self._steps(carried, range(first, first + units))
 
-        out = self._loop(lo, hi, units * w, states, body)
+        out = self._loop(lo, hi, units * w, states, body, likely)
         b.scalar_code()
         return out
 
