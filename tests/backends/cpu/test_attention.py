@@ -85,6 +85,15 @@ def test_several_blocks_of_keys_and_parts_of_rows(causal: bool, dtype: torch.dty
     assert_exact(qkv(dtype, 2 * LEAST_ROWS, 20, 32, heads=1), causal=causal)
 
 
+@pytest.mark.parametrize(("keys", "width"), [(300, 128), (1024, 64), (2000, 16)])
+def test_errors_do_not_grow_with_the_number_of_keys(keys: int, width: int) -> None:
+    """Sums of values that are not around zero show in what order they are added."""
+    q, k, v = qkv(F32, 50, keys, width)
+    exact = eager(q.double(), k.double(), v.double() + 1)
+    ours, theirs = (float((f(q, k, v + 1) - exact).norm()) for f in (run, eager))
+    assert ours <= 1.3 * theirs
+
+
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("kind", [F32, BF16, torch.bool])
 @pytest.mark.parametrize("shape", [(2, 2, 30, 35), (1, 2, 30, 35), (2, 1, 1, 35), (30, 35)])

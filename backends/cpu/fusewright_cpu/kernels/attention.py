@@ -30,6 +30,9 @@ LEAST_ROWS = 48
 BLOCK = 1 << 14
 """Elements of the keys that are packed at a time: with the values they fit a second-level cache."""
 UNROLL = 4
+CHAIN = 256
+"""The most keys whose values are added one after the other, as in eager's products: of more, such sums are added up, so that the
+error does not grow with their number."""
 
 
 def emit_attention(module: Module, a: Attention, name: str, parallel: bool, of: type[Body]) -> None:
@@ -460,17 +463,33 @@ class Body:
         """Compute acc = acc * fade + weights @ values, for the rows of a tile."""
         f, w = self.f, self.w
         count = f.mul(ceil_div(f, seen, i64(self.per * self.unroll)), i64(self.unroll))
-        weights = [f.gep("bfloat" if self.pairs else "float", self.weights, i64(i * self.block)) for i in range(self.rows)]
         fades = [self._load("float", f.gep("float", self.fade, i64(i))) for i in range(self.rows)]
         rows = [f.gep("float", self.acc, f.mul(f.add(here, i64(i)), i64(self.width))) for i in range(self.rows)]
 
         def columns(c: V, n: int) -> None:
             places = [[f.gep("float", row, f.add(c, i64(v * w))) for v in range(n)] for row in rows]
-            start = [[f.bin("fmul", self._load("float", p, w), fades[i]) for p in row] for i, row in enumerate(places)]
-            values = f.gep(self.word, self.v_pack, c)
-            for row, xs in zip(places, self._product(weights, values, self.width, w, count, start), strict=True):
-                for p, x in zip(row, xs, strict=True):
-                    self._store(x, p)
+
+            def some(first: V, words: V, factors: Sequence[V]) -> None:
+                at = f.mul(first, i64(self.per))
+                starts = [f.add(at, i64(i * self.block)) for i in range(self.rows)]
+                weights = [f.gep("bfloat" if self.pairs else "float", self.weights, i) for i in starts]
+                values = f.gep(self.word, self.v_pack, f.add(c, f.mul(first, i64(self.width))))
+                none = [[V("zeroinitializer", "float", w)] * n for _ in range(self.rows)]
+                sums = self._product(weights, values, self.width, w, words, none)
+                for row, xs, factor in zip(places, sums, factors, strict=True):
+                    for p, x in zip(row, xs, strict=True):
+                        self._store(f.fma(self._load("float", p, w), f.splat(factor, w), x), p)
+
+            if self.block <= CHAIN:
+                some(i64(0), count, fades)
+                return
+            words, one = CHAIN // self.per, const(1.0, "float")
+
+            def part(first: V) -> None:
+                begins = f.cmp("icmp eq", first, i64(0))
+                some(first, least(f, f.bin("sub", count, first), i64(words)), [f.select(begins, x, one) for x in fades])
+
+            self._each(i64(0), count, words, part)
 
         step = self.vectors * w
         full = self.width // step * step
