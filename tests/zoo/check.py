@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._dynamo import config as dynamo
 
 from fusewright import report
 from fusewright.accuracy import LIMIT
@@ -239,6 +240,7 @@ MODES: dict[str, Callable[[Verdict, catalog.Example, str], Verdict]] = {
 # ---------------------------------------------------------------- judging
 
 
+@dynamo.patch(use_numpy_random_stream=True)  # torch's generator instead draws other masks than eager's, which hide all else
 def _judge(
     v: Verdict, run: Run, backend: str, eager: Calls, wide: Calls, dtype: str, draw: Draw, draws: Draws | None
 ) -> Verdict:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, fx, nn
@@ -185,6 +186,26 @@ def test_calls_begin_with_what_a_module_counted_in_python(scale: float) -> None:
     example = catalog.Example(Masks(), {"x": torch.randn(2, 4)}, None)
     backend: Any = backend_that(lambda t: t * scale)
     found = judge.MODES["training"](judge.Verdict("masks", "training", "right"), example, backend)
+    assert found.status == ("right" if scale == 1.0 else "wrong"), found.reason
+
+
+class Noise(nn.Module):
+    """Hides some features in training, chosen by NumPy, as masks of spectrograms are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * torch.from_numpy(np.random.rand(4) < 0.5)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1.01])
+def test_random_numbers_of_numpy_are_eagers(scale: float) -> None:
+    """Otherwise other numbers would excuse every error."""
+    example = catalog.Example(Noise(), {"x": torch.randn(2, 4)}, None)
+    backend: Any = backend_that(lambda t: t * scale)
+    found = judge.MODES["training"](judge.Verdict("noise", "training", "right"), example, backend)
     assert found.status == ("right" if scale == 1.0 else "wrong"), found.reason
 
 
