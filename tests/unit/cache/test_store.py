@@ -214,7 +214,7 @@ def test_what_is_no_file_of_ours_in_the_place_of_an_entry_is_a_miss(how: str, tm
                 pytest.skip("only root can make what belongs to another user")
             os.chown(path, STRANGER, -1)
     if how == "unreadable" and os.geteuid() == 0:
-        pytest.skip("root reads everything")
+        pytest.skip("root reads everything; runs as any other user")
     with counted() as made:
         assert torch.equal(compiled(affine)(X), affine(X))
     assert made == [name]
