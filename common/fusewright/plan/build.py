@@ -285,8 +285,7 @@ def _parts(target: str) -> tuple[str, str, str]:
 
 def operator_of(target: str) -> Any | None:
     """The OpOverload of "aten::add.Tensor" or "mkldnn::_linear_pointwise"; None for a Python function. AttributeError for
-    anything
-    else: a name reaches no other part of torch."""
+    anything else: a name reaches no other part of torch."""
     namespace, name, overload = _parts(target)
     if namespace == "py":
         return None

@@ -104,7 +104,8 @@ class Retained(Recorded[Recording]):
         read = {r for i in plan.instructions for r in reads(i)}
         self._used = [k for k, i in enumerate(plan.inputs) if i in read]
         self._written = written_places(plan)
-        self._onto = {k: self.device for k, i in enumerate(plan.inputs) if i in seeds(plan)}
+        given_seeds = seeds(plan)
+        self._onto = {k: self.device for k, i in enumerate(plan.inputs) if i in given_seeds}
         self._fixed = handover.fixed
         roots, held = roots_of(plan.instructions), self._pieces.held if self._pieces is not None else ()
         self._called = {r for v in held for r in (v, *roots.get(v, ()))}
