@@ -1,7 +1,7 @@
 """Depthwise convolutions of inference as sums in loop kernels, with the norm, activation and addition around them.
 
-cuDNN has fast kernels for squares of 3, 5 and 7 alone, and not for all images of 2x2, for which torch has one in planes
-(measured: docs/studies/gpu-models.md).
+cuDNN has fast kernels for squares of 3, 5 and 7 alone. It computes one channel at a time for some images of 2x2, and for several
+results of each channel; torch has kernels in planes for both (measured: docs/studies/gpu-models.md).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def reason(op: OpView) -> str | None:
         return "not depthwise"
     if x.dtype != w.dtype:
         return "mixed types"
-    if not (_is_small(op) or is_tiny(op)):
+    if not (_is_small(op) or is_one_by_one(op)):
         return "a large window"
     return "the library's own kernel" if has_kernel(op) else None
 
@@ -50,19 +50,20 @@ def _is_small(op: OpView) -> bool:
 
 
 def has_kernel(op: OpView) -> bool:
-    """Return whether cuDNN has a kernel for the window that is at least as fast. Of several results for each channel, which it
-    computes one channel at a time, it has none."""
+    """Return whether cuDNN has a kernel for the window that is at least as fast."""
     channels, _, *window = spec_of(op.arg("weight")).shape
-    if channels != op.arg("groups") or window not in SQUARES or tuple(op.arg("dilation")) != (1, 1) or is_tiny(op):
+    if window not in SQUARES or tuple(op.arg("dilation")) != (1, 1) or is_one_by_one(op):
         return False
     return window != [3, 3] or tuple(op.arg("stride")) != (2, 2) or channels % ALIGNED != 0  # type: ignore[operator]
 
 
-def is_tiny(op: OpView) -> bool:
-    """Return whether images are of 2x2 and windows squares of which cuDNN computes one channel at a time: 384 channels take 160 to
-    250 us, in planes 4."""
+def is_one_by_one(op: OpView) -> bool:
+    """Return whether cuDNN computes one channel of images at a time: for several results of each, and for images of 2x2 where windows
+    are larger than 3x3 or strided (384 channels take 160 to 250 us, in planes 4)."""
     channels, _, *window = spec_of(op.arg("weight")).shape
-    square = channels == op.arg("groups") and window in SQUARES and tuple(op.arg("dilation")) == (1, 1)
+    if len(window) != 2 or channels != op.arg("groups"):
+        return len(window) == 2
+    square = window in SQUARES and tuple(op.arg("dilation")) == (1, 1)
     slow = window != [3, 3] or tuple(op.arg("stride")) != (1, 1)
     return square and slow and tuple(spec_of(op.arg("input")).shape[2:]) == (2, 2)
 
@@ -71,8 +72,8 @@ def _constant(m: Match, c: Calls) -> bool:
     return c.graph.phase == "infer" and _is_small(m.anchor) and c.is_const(m.anchor.arg("weight"), m.anchor.arg("bias"))
 
 
-def _tiny(m: Match, c: Calls) -> bool:
-    return is_tiny(m.anchor)
+def _one_by_one(m: Match, c: Calls) -> bool:
+    return is_one_by_one(m.anchor)
 
 
 def _in_planes(m: Match, c: Calls) -> None:
@@ -140,5 +141,5 @@ def _shifted(op: OpView, x: Value, at: Sequence[int], c: Calls) -> Value:
 
 ROWS = (
     Row("triton.conv.depthwise", chain("conv"), when=_constant, write=_write, note="depthwise convolution, as a sum"),
-    Row("triton.conv.tiny", chain("conv"), when=_tiny, write=_in_planes, note="depthwise convolution of 2x2 images, in planes"),
+    Row("triton.conv.planes", chain("conv"), when=_one_by_one, write=_in_planes, note="depthwise convolution, in planes"),
 )

@@ -123,6 +123,14 @@ def test_images_of_two_by_two(window: int, stride: int, trains: bool) -> None:
     assert [g.temporaries[v].stride for v in read] == [(24, 4, 2, 1)] * (trains or window == 7)
 
 
+def test_several_results_for_each_channel_in_training() -> None:
+    g = Net()
+    y = g.relu(depthwise(g, g.relu(g.images(2, 6, 9, 8)), (7, 7), stride=(2, 2), results=12))
+    g.phase = "forward"
+    (read,) = (i.args[0].id for i in check(g, [y]).instructions if isinstance(i, Call) and "conv" in i.target)
+    assert g.temporaries[read].stride == (432, 72, 8, 1)
+
+
 def test_convolutions_that_are_not_depthwise() -> None:
     g = Net()
     assert [t for t in text(lowered(g, [g.conv(g.images(2, 6, 9, 8), 6, 6, 4, groups=3)])) if "conv" in t]
