@@ -58,8 +58,8 @@ def has_kernel(op: OpView) -> bool:
 
 
 def is_one_by_one(op: OpView) -> bool:
-    """Return whether cuDNN computes one channel of images at a time: for several results of each, and for images of 2x2 where windows
-    are larger than 3x3 or strided (384 channels take 160 to 250 us, in planes 4)."""
+    """Return whether cuDNN computes one channel of images at a time: for several results of each, and for images of 2x2 where
+    windows are larger than 3x3 or strided (384 channels take 160 to 250 us, in planes 4)."""
     channels, _, *window = spec_of(op.arg("weight")).shape
     if len(window) != 2 or channels != op.arg("groups"):
         return len(window) == 2
