@@ -181,12 +181,17 @@ class Masks(nn.Module):
         return self.linear(x) * mask
 
 
+def assert_judged(net: nn.Module, scale: float) -> None:
+    """Check that training is right exactly if the backend's results are."""
+    example = catalog.Example(net, {"x": torch.randn(2, 4)}, None)
+    backend: Any = backend_that(lambda t: t * scale)
+    found = judge.MODES["training"](judge.Verdict("net", "training", "right"), example, backend)
+    assert found.status == ("right" if scale == 1.0 else "wrong"), found.reason
+
+
 @pytest.mark.parametrize("scale", [1.0, 1.01])
 def test_calls_begin_with_what_a_module_counted_in_python(scale: float) -> None:
-    example = catalog.Example(Masks(), {"x": torch.randn(2, 4)}, None)
-    backend: Any = backend_that(lambda t: t * scale)
-    found = judge.MODES["training"](judge.Verdict("masks", "training", "right"), example, backend)
-    assert found.status == ("right" if scale == 1.0 else "wrong"), found.reason
+    assert_judged(Masks(), scale)
 
 
 class Noise(nn.Module):
@@ -203,10 +208,7 @@ class Noise(nn.Module):
 @pytest.mark.parametrize("scale", [1.0, 1.01])
 def test_random_numbers_of_numpy_are_eagers(scale: float) -> None:
     """Otherwise other numbers would excuse every error."""
-    example = catalog.Example(Noise(), {"x": torch.randn(2, 4)}, None)
-    backend: Any = backend_that(lambda t: t * scale)
-    found = judge.MODES["training"](judge.Verdict("noise", "training", "right"), example, backend)
-    assert found.status == ("right" if scale == 1.0 else "wrong"), found.reason
+    assert_judged(Noise(), scale)
 
 
 WIDE = [[torch.ones(4, dtype=torch.float64)] * 2]

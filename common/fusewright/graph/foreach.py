@@ -54,9 +54,8 @@ def single(graph: Graph) -> None:
 def products_and_sums(graph: Graph) -> None:
     """Rewrite `prims.fma`, which eager computes in Python, as what it computes there. Dynamo writes `addcmul_` and `addcdiv_` with
     a value, and `add_` with a tensor `alpha`, in this way."""
-    for node in list(graph.nodes):
-        if node.op != "call_function" or not compat.is_overload(node.target) or node.target.name() != "prims::fma":
-            continue
+    fma = getattr(torch.ops.prims, "fma", None)
+    for node in graph.find_nodes(op="call_function", target=fma.default) if fma is not None else ():
         a, b, c = node.args
         a, b = (a, b) if isinstance(a, Node) else (b, a)  # one of the two is a tensor
         with graph.inserting_before(node):

@@ -73,6 +73,18 @@ def assert_same(ours: list[torch.Tensor], eagers: list[torch.Tensor]) -> None:
         assert (a - b).norm() <= 2 * torch.finfo(torch.bfloat16).eps * b.norm()
 
 
+def assert_rewritten(then: Callable[..., Any], kind: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Check values and strides of a rewritten graph's results and gradients. Return its results and eager's."""
+    torch.manual_seed(1)
+    module = Images(then, kind=kind)
+    wanted, gradients = eager(module)
+    rewritten, results, found = run(module)
+    assert rewritten
+    assert_same([*results, *found], [*wanted, *gradients])
+    assert [t.stride() for t in (*results, *found)] == [t.stride() for t in (*wanted, *gradients)]
+    return results, wanted
+
+
 def _seen(x: torch.Tensor, found: list[bool]) -> torch.Tensor:
     found.append(x.is_contiguous(memory_format=CHANNELS_LAST[x.dim()]))
     return x
@@ -96,13 +108,7 @@ KINDS = ("Conv2d", "Conv3d", "ConvTranspose2d", "ConvTranspose3d")
     ids=["itself", "more", "rows", "two", "dropout", "channels dropped", "drawn"],
 )  # fmt: skip
 def test_results_and_gradients_are_eagers(then: Callable[..., Any], kind: str) -> None:
-    torch.manual_seed(1)
-    module = Images(then, kind=kind)
-    wanted, gradients = eager(module)
-    rewritten, results, found = run(module)
-    assert rewritten
-    assert_same([*results, *found], [*wanted, *gradients])
-    assert [t.stride() for t in (*results, *found)] == [t.stride() for t in (*wanted, *gradients)]
+    assert_rewritten(then, kind)
 
 
 @pytest.mark.parametrize("ins", [4, 1])
@@ -184,13 +190,7 @@ def _overlapping(x: torch.Tensor) -> torch.Tensor:
     lambda x: (x.flatten(1), x.mean(), x.unflatten(1, (2, 4))),
 ], ids=["a part", "parts", "a transpose", "views"])  # fmt: skip
 def test_results_that_share_memory_still_do(then: Callable[..., Any], kind: str) -> None:
-    torch.manual_seed(1)
-    module = Images(then, kind=kind)
-    wanted, gradients = eager(module)
-    rewritten, results, found = run(module)
-    assert rewritten
-    assert_same([*results, *found], [*wanted, *gradients])
-    assert [t.stride() for t in (*results, *found)] == [t.stride() for t in (*wanted, *gradients)]
+    results, wanted = assert_rewritten(then, kind)
     ours, eagers = ([compat.storage_id(t) for t in ts] for ts in (results, wanted))
     assert [ours.index(s) for s in ours] == [eagers.index(s) for s in eagers]
 
