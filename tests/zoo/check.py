@@ -14,15 +14,11 @@ from __future__ import annotations
 
 import copy
 import itertools
-import random
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._dynamo import config as dynamo
@@ -31,40 +27,31 @@ from fusewright import report
 from fusewright.accuracy import LIMIT
 from fusewright.bench import accuracy
 from fusewright.bench.suite import Built, flatten_outputs
-from tests.zoo import catalog
+from tests.zoo import catalog, later
+from tests.zoo.calls import (
+    APART,
+    Outputs,
+    Verdict,
+    beginning,
+    floating,
+    gradients,
+    in_plain_ops,
+    layout,
+    moved_inputs,
+    moved_module,
+    said,
+    seeded,
+    widened,
+)
 
 TOKENS = 4
 """The number of tokens that `generate` produces."""
 DRAWS = 8
 """The number of draws of eager's error."""
-APART = 1 / 64
-"""The relative change of weights and inputs between draws of both errors: an element close to a kink, where the gradient jumps,
-is close to it in one draw only."""
 MOST_FLIPPED = 1 / 4
 """The largest share of eager's integers that differ from fp64's by rounding: random numbers differ in more."""
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
-
-@dataclass
-class Verdict:
-    """`status`: right, wrong, wrong in aot_eager too, crashed, not built, not run (eager does not run this mode)."""
-
-    model: str
-    mode: str
-    status: str
-    reason: str = ""
-    ratio: float = 0.0
-    first_s: float = 0.0
-    graphs: int = 0
-    lowered: int = 0
-    eager: int = 0
-    bugs: list[str] = field(default_factory=list)
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-Outputs = list[Tensor]
 Calls = list[Outputs]
 Run = Callable[[str], Calls]
 Draw = Callable[[int], Calls]
@@ -111,7 +98,7 @@ def _inference(v: Verdict, example: catalog.Example, backend: str) -> Verdict:
 
 def _bf16(v: Verdict, example: catalog.Example, backend: str) -> Verdict:
     example.module.bfloat16()
-    given = {k: x.bfloat16() if _floating(x) else x for k, x in example.inputs.items()}
+    given = {k: x.bfloat16() if floating(x) else x for k, x in example.inputs.items()}
     return _forward(v, example, [given], backend, "bf16")
 
 
@@ -129,29 +116,29 @@ def _forward(
     """Make calls without gradients, each size twice: the second call represents the steady state."""
     built = [Built(v.model, example.module, (), given, dtype) for given in sizes]
     try:
-        eager = [flatten_outputs(_seeded(b, None)) for b in built]
-        wide = [accuracy.reference(replace(b, fn=_in_plain_ops(b.fn))) for b in built]
+        eager = [flatten_outputs(seeded(b, None)) for b in built]
+        wide = [accuracy.reference(replace(b, fn=in_plain_ops(b.fn))) for b in built]
     except Exception as error:  # a model that eager cannot run in this mode proves nothing about us
         return replace(v, status="not run", reason=said(error))
 
     def run(backend: str) -> Calls:
         torch.compiler.reset()
         compiled = torch.compile(example.module, backend=backend, dynamic=dynamic)
-        return [flatten_outputs(_seeded(b, compiled)) for b in built for _ in (1, 2)]
+        return [flatten_outputs(seeded(b, compiled)) for b in built for _ in (1, 2)]
 
     def draw(k: int) -> Calls:
-        moved = [replace(b, fn=_moved(example.module, k), kwargs=_moved_inputs(b.kwargs, k)) for b in built]
-        return [flatten_outputs(_seeded(b, None)) for b in moved for _ in (1, 2)]
+        moved = [replace(b, fn=moved_module(example.module, k), kwargs=moved_inputs(b.kwargs, k)) for b in built]
+        return [flatten_outputs(seeded(b, None)) for b in moved for _ in (1, 2)]
 
     def draws(backend: str) -> Iterator[tuple[Calls, Calls, Calls]]:
         torch.compiler.reset()
         own = copy.deepcopy(example.module)
         compiled = torch.compile(own, backend=backend, dynamic=dynamic)
         for k in itertools.count(1):
-            own.load_state_dict(_moved(example.module, k, APART).state_dict())
-            moved = [replace(b, fn=own, kwargs=_moved_inputs(b.kwargs, k, APART)) for b in built]
-            exact = [accuracy.reference(replace(b, fn=_in_plain_ops(own))) for b in moved]
-            yield [flatten_outputs(_seeded(b, compiled)) for b in moved], [flatten_outputs(_seeded(b, None)) for b in moved], exact
+            own.load_state_dict(moved_module(example.module, k, APART).state_dict())
+            moved = [replace(b, fn=own, kwargs=moved_inputs(b.kwargs, k, APART)) for b in built]
+            exact = [accuracy.reference(replace(b, fn=in_plain_ops(own))) for b in moved]
+            yield [flatten_outputs(seeded(b, compiled)) for b in moved], [flatten_outputs(seeded(b, None)) for b in moved], exact
 
     return _judge(v, run, backend, [e for e in eager for _ in (1, 2)], [w for w in wide for _ in (1, 2)], dtype, draw, draws)
 
@@ -160,51 +147,44 @@ def _training(v: Verdict, example: catalog.Example, backend: str) -> Verdict:
     """Compare the mean of squares of all outputs, and the gradients of all parameters, in training mode."""
     module = example.module.train()
 
-    def grads(own: nn.Module, fn: Callable[..., Any], given: dict[str, Any]) -> Outputs:
-        own.zero_grad(set_to_none=True)
-        _seed()
-        loss = _loss(flatten_outputs(fn(**given)))
-        loss.backward()
-        return [loss.detach(), *(p.grad.clone() for p in own.parameters() if p.grad is not None), *_buffers(own)]
-
     try:
         own = copy.deepcopy(module)
-        eager = grads(own, own, example.inputs)
+        eager = gradients(own, own, example.inputs)
         with accuracy.wide_arithmetic():
-            own = _in_plain_ops(module).double()
-            wide = grads(own, own, _widened(example.inputs))
+            own = in_plain_ops(module).double()
+            wide = gradients(own, own, widened(example.inputs))
     except Exception as error:  # as above
         return replace(v, status="not run", reason=said(error))
 
     def run(backend: str) -> Calls:
         torch.compiler.reset()
         own = copy.deepcopy(module)
-        begin = _beginning(own)
+        begin = beginning(own)
         compiled = torch.compile(own, backend=backend)
         out = []
         for _ in (1, 2):
             begin()
-            out.append(grads(own, compiled, example.inputs))
+            out.append(gradients(own, compiled, example.inputs))
         return out
 
     def draw(k: int) -> Calls:
-        own = _moved(module, k)
-        return [grads(own, own, _moved_inputs(example.inputs, k))] * 2
+        own = moved_module(module, k)
+        return [gradients(own, own, moved_inputs(example.inputs, k))] * 2
 
     def draws(backend: str) -> Iterator[tuple[Calls, Calls, Calls]]:
         torch.compiler.reset()
         own = copy.deepcopy(module)
-        begin = _beginning(own)
+        begin = beginning(own)
         compiled = torch.compile(own, backend=backend)
         for k in itertools.count(1):
-            moved, given = _moved(module, k, APART), _moved_inputs(example.inputs, k, APART)
+            moved, given = moved_module(module, k, APART), moved_inputs(example.inputs, k, APART)
             begin()
             own.load_state_dict(moved.state_dict())
-            ours = grads(own, compiled, given)
+            ours = gradients(own, compiled, given)
             with accuracy.wide_arithmetic():
-                plain = _in_plain_ops(moved).double()
-                exact = grads(plain, plain, _widened(given))
-            yield [ours], [grads(moved, moved, given)], [exact]
+                plain = in_plain_ops(moved).double()
+                exact = gradients(plain, plain, widened(given))
+            yield [ours], [gradients(moved, moved, given)], [exact]
 
     return _judge(v, run, backend, [eager] * 2, [wide] * 2, "fp32", draw, draws)
 
@@ -234,6 +214,7 @@ def _generate(v: Verdict, example: catalog.Example, backend: str) -> Verdict:
 
 MODES: dict[str, Callable[[Verdict, catalog.Example, str], Verdict]] = {
     "inference": _inference, "training": _training, "dynamic": _dynamic, "bf16": _bf16, "generate": _generate,
+    "calls": later.calls, "steps": later.steps,
 }  # fmt: skip
 
 
@@ -284,7 +265,7 @@ def _worse(
     """Describe what is wrong with ours beside `aot_eager`'s. Where eager has fewer results (no gradient, rather than one of zeros),
     layouts alone are judged."""
     if any(len(g) != len(e) for g, e in zip(got, several[0], strict=True)):
-        return next((why for g, o in zip(got, other, strict=True) if (why := _layout(g, o))), "")
+        return next((why for g, o in zip(got, other, strict=True) if (why := layout(g, o))), "")
     why, _ = _worst(got, [_beside(got, other, several[0]), *several], wide, dtype)
     return why if draws is None or not why else _typical(draws, dtype)
 
@@ -294,7 +275,7 @@ def _beside(ours: Calls, other: Calls, eager: Calls) -> Calls:
     beside = []
     for g, o, e in zip(ours, other, eager, strict=True):
         own = zip(g, o, e, strict=True) if len(o) == len(g) else ()
-        beside.append([x if _layout([t], [y]) else y for t, y, x in own] or e)
+        beside.append([x if layout([t], [y]) else y for t, y, x in own] or e)
     return beside
 
 
@@ -311,7 +292,7 @@ def _typical(draws: Iterator[tuple[Calls, Calls, Calls]], dtype: str) -> str:
     suspects: dict[tuple[int, int], str] = {}
     for _ in ("drawn", "confirmed"):
         drawn = [*itertools.islice(draws, DRAWS - 1)]
-        if why := next((f"call {k}: {why}" for g, e, _ in drawn for k in range(len(g)) if (why := _layout(g[k], e[k]))), ""):
+        if why := next((f"call {k}: {why}" for g, e, _ in drawn for k in range(len(g)) if (why := layout(g[k], e[k]))), ""):
             return why
         places = suspects or [(k, n) for k, call in enumerate(drawn[0][0]) for n in range(len(call))]
         suspects = {place: why for place in places if (why := _suspected(drawn, place, dtype))}
@@ -356,7 +337,7 @@ def _worst(got: Calls, draws: Sequence[Calls], wide: Calls, dtype: str) -> tuple
     ratio = 0.0
     for k, (g, w) in enumerate(zip(got, wide, strict=True)):
         eager = [d[k] for d in draws]
-        if why := _layout(g, eager[0]):
+        if why := layout(g, eager[0]):
             return f"call {k}: {why}", ratio
         for n in range(len(g)):
             found = [accuracy.compare([w[n]], [e[n]], [g[n]], dtype) for e in eager]
@@ -365,100 +346,3 @@ def _worst(got: Calls, draws: Sequence[Calls], wide: Calls, dtype: str) -> tuple
             if not best.passed:
                 return f"call {k}, tensor {n}: {best.reason}", ratio
     return "", ratio
-
-
-def _moved(module: nn.Module, seed: int, by: float | None = None) -> nn.Module:
-    """Copy a module with its weights moved by at most one rounding, or by a fraction of themselves."""
-    own = copy.deepcopy(module)
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        for p in own.parameters():
-            p.copy_(_changed(p, by))
-    return own
-
-
-def _moved_inputs(given: Mapping[str, Any], seed: int, by: float | None = None) -> dict[str, Any]:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return {k: _changed(x, by) if _floating(x) else x for k, x in given.items()}
-
-
-def _beginning(module: nn.Module) -> Callable[[], None]:
-    """Return a function that gives a module its state back, and what it counts in Python: masks taken, the last batch's size."""
-    state = copy.deepcopy(module.state_dict())
-    counts = [(part, {k: n for k, n in vars(part).items() if isinstance(n, int | float)}) for part in module.modules()]
-
-    def begin() -> None:
-        module.load_state_dict(state)
-        for part, numbers in counts:
-            vars(part).update(numbers)
-
-    return begin
-
-
-def _in_plain_ops(module: Any) -> nn.Module:
-    """Copy a module without grouped products, which lack fp64."""
-    own: nn.Module = copy.deepcopy(module)
-    for part in own.modules():
-        if hasattr(getattr(part, "config", None), "_experts_implementation"):
-            part.config._experts_implementation = "eager"  # type: ignore[union-attr]
-    return own
-
-
-def _changed(x: Tensor, by: float | None) -> Tensor:
-    if not x.is_floating_point():
-        return x
-    return x * (1 + (torch.rand(x.shape).to(x.device) - 0.5).to(x.dtype) * 2 * (torch.finfo(x.dtype).eps if by is None else by))
-
-
-def _layout(got: Outputs, eager: Outputs) -> str:
-    if len(got) != len(eager):
-        return f"{len(got)} tensors, not {len(eager)}"
-    for k, (g, e) in enumerate(zip(got, eager, strict=True)):
-        if (g.shape, g.dtype) != (e.shape, e.dtype):
-            return f"tensor {k} is {g.dtype} {tuple(g.shape)}, not {e.dtype} {tuple(e.shape)}"
-        strides = [[s for s, n in zip(t.stride(), t.shape, strict=True) if n > 1] for t in (g, e)]
-        if g.numel() and strides[0] != strides[1]:
-            return f"strides of tensor {k} are {g.stride()}, not {e.stride()}"
-    return ""
-
-
-def _seeded(built: Built, fn: Callable[..., Any] | None) -> Any:
-    _seed()
-    return built.run(fn)
-
-
-def _seed() -> None:
-    """Seed all generators that models use: LayerDrop uses Python's, masks of spectra use NumPy's."""
-    random.seed(1)
-    np.random.seed(1)
-    torch.manual_seed(1)
-
-
-def _loss(outputs: Outputs) -> Tensor:
-    parts = [x.float().square().mean() if x.dtype != torch.float64 else x.square().mean() for x in outputs if _floating(x)]
-    parts = [p for p in parts if p.requires_grad]
-    if not parts:
-        raise ValueError("no output depends on a parameter")
-    return torch.stack(parts).sum()
-
-
-def _buffers(module: nn.Module) -> Outputs:
-    return [b.clone() for name, b in module.named_buffers() if "running_" in name]
-
-
-def _widened(given: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: x.double() if _floating(x) else x for k, x in given.items()}
-
-
-def _floating(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.is_floating_point()
-
-
-def said(error: BaseException) -> str:
-    """Describe the root cause of an error: its type, its text and where it was raised."""
-    while (inner := getattr(error, "inner_exception", None) or error.__cause__) is not None:
-        error = inner
-    where = traceback.extract_tb(error.__traceback__)[-1:]
-    place = "".join(f" ({Path(f.filename).name}:{f.lineno})" for f in where)
-    return f"{type(error).__name__}: {str(error).strip()[:300]}{place}"

@@ -37,6 +37,8 @@ What that sees (20,000 simulated models, log-normal draws): a steady error of th
 tenth, in one of seven where they vary by a third; four times in three of five there, six times in 94 of 100; ten times in five of
 six where they vary by a factor of 1.8, as behind batch norms over eight values. Up to 2.5 times it sees two of 100 unless draws
 hardly vary, twice never: that is right.
+calls, steps: seven later calls with other inputs, training steps with other weights too, results kept: what is stale would show
+(`tests/zoo/later.py`); on a GPU most are replayed.
 ≈: right beside `aot_eager`, which has none of our kernels, in eager's place: it has the same error.
 –: eager does not run this mode, or sizes are fixed.
 The last columns: seconds of the first call, number of graphs, ops that were lowered, ops that ran in eager.

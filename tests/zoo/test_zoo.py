@@ -32,6 +32,8 @@ SAMPLE = [
     ("handmade/graph_attention", "training"),
     ("handmade/state_space", "dynamic"),
     ("handmade/vocoder", "bf16"),
+    ("transformers/albert", "calls"),
+    ("handmade/unet", "steps"),
 ]
 
 
@@ -161,6 +163,52 @@ def test_codes_that_rounding_does_not_flip_are_eagers(share: float) -> None:
 def test_eager_alone_is_never_called_wrong() -> None:
     assert check("handmade/siamese", "training", "eager").status == "right"
     assert torch.get_default_dtype() == torch.float32
+
+
+def with_stale(place: int) -> Callable[..., Any]:
+    """Make a backend that uses the value that one argument had in the first call."""
+
+    def backend(graph: fx.GraphModule, _: Sequence[Tensor]) -> Callable[..., Any]:
+        first: list[Tensor] = []
+
+        def run(*args: Tensor) -> Any:
+            given = [*args]
+            first.extend([] if first else [given[place].detach().clone()])
+            given[place] = first[0] + (given[place] - given[place].detach())  # with its gradient
+            return graph(*given)
+
+        return run
+
+    return backend
+
+
+def in_one_place(graph: fx.GraphModule, _: Sequence[Tensor]) -> Callable[..., Any]:
+    """A backend that writes all results of the graph to the same memory."""
+    first: list[Tensor] = []
+
+    def run(*args: Tensor) -> Any:
+        (made,) = graph(*args)
+        first.extend([] if first else [made])
+        return (first[0].copy_(made),)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("mode", "backend", "why"),
+    [
+        ("calls", "eager", ""),
+        ("steps", "eager", ""),
+        ("calls", with_stale(2), "call 3: tensor 0"),
+        ("steps", with_stale(2), "call 3: tensor 0"),
+        ("steps", with_stale(0), "call 3: tensor"),
+        ("calls", in_one_place, "call 3 changed what an earlier one returned"),
+    ],
+    ids=["calls", "steps", "an input", "an input of a step", "a weight", "results"],
+)
+def test_what_is_stale_shows_in_later_calls(mode: str, backend: Any, why: str) -> None:
+    found = check("handmade/siamese", mode, backend)
+    assert (found.status, found.reason[: len(why)]) == ("wrong" if why else "right", why)
 
 
 class Masks(nn.Module):
