@@ -20,7 +20,7 @@ from tests.zoo import catalog, geometry
 
 LENGTHS = (128, 64, 16)
 """Numbers of tokens, the first that fits."""
-LARGEST = 1e9
+LARGEST = 3e9
 """The most parameters of a model."""
 
 Call = tuple[nn.Module, tuple[torch.Tensor, ...], dict[str, Any]]

@@ -32,8 +32,8 @@ from fusewright.plan.memory import roots_of, storage_bytes
 from fusewright.plan.replay.copies import Call, CopiesIn, around, copier_out, record_with_copies, record_written
 from fusewright.plan.replay.obstacles import (
     FEWEST,
+    beside,
     communicates,
-    drawn_on_host,
     draws,
     foreign,
     obstacle,
@@ -96,8 +96,8 @@ class Parts:
 
 def divide(plan: Plan, device: str) -> Parts:
     """Split a plan that `obstacle` allows on devices of this type."""
-    beside = drawn_on_host(plan, device)
-    late = beside | _late(plan, beside)
+    apart = beside(plan, device)
+    late = apart | _late(plan, apart)
     first = [i for k, i in enumerate(plan.instructions) if k not in late]
     last = [i for k, i in enumerate(plan.instructions) if k in late]
     made_late = {o for i in last for o in i.outs}
@@ -113,15 +113,15 @@ def divide(plan: Plan, device: str) -> Parts:
     tail_rest = tuple(v for v in (*plan.prepare_outputs, *kept) if v in wanted_late)
     positions = [k for k, r in results.items() if r in made_late]
     tail = None
-    if positions or beside:
+    if positions or apart:
         inputs = (*[plan.inputs[k] for k in tail_places], *tail_rest)
         outputs = tuple(plan.outputs[k] for k in positions)
         tail = replace(part, inputs=inputs, outputs=outputs, instructions=last)
-    large = sum(storage_bytes(plan.specs[results[k]]) for k in positions)
+    large = sum(storage_bytes(plan.specs[results[k]]) for k in positions if results[k] in plan.specs)
     read = {r for i in first for r in reads(i)}
     others = [plan.specs[i] for i in plan.inputs if i in wanted_late - read and i in plan.specs]
     copies = sum(storage_bytes(s) for s in others if not s.const)
-    may_write = bool(positions) and not beside and large <= MOST_WRITTEN and copies <= MOST_COPIED
+    may_write = bool(positions) and not apart and large <= MOST_WRITTEN and copies <= MOST_COPIED
     read |= wanted_late if may_write else set()
     written = written_inputs(plan)
     used = [k for k, i in enumerate(plan.inputs) if i in read]
@@ -148,10 +148,10 @@ def written_places(plan: Plan) -> frozenset[int]:
     return frozenset(k for k, i in enumerate(plan.inputs) if i in written)
 
 
-def _late(plan: Plan, beside: Set[int] = frozenset()) -> set[int]:
+def _late(plan: Plan, apart: Set[int] = frozenset()) -> set[int]:
     """Positions of the instructions that make large results, and of all that depend on them. A collective keeps its place, and so
     do draws, whose order decides their numbers, what reads memory that a call overwrites, and calls of others' code, which may
-    replay recordings that share memory. Those `beside` a recording are not counted."""
+    replay recordings that share memory. Those `apart` from a recording are not counted."""
     if written_inputs(plan):
         return set()
     roots = roots_of(plan.instructions)
@@ -168,7 +168,7 @@ def _late(plan: Plan, beside: Set[int] = frozenset()) -> set[int]:
         if v in plan.specs and storage_bytes(plan.specs[v]) >= LARGE and not shared:
             more = late | _dependents(plan.instructions, roots[v])
             late = more if len(more) <= MOST_LATE and all(movable(plan.instructions[k]) for k in more) else late
-    return late if len(plan.instructions) - len(late | beside) >= FEWEST else set()
+    return late if len(plan.instructions) - len(late | apart) >= FEWEST else set()
 
 
 def _dependents(instructions: Sequence[Instruction], values: set[int]) -> set[int]:

@@ -14,6 +14,7 @@ from fusewright.plan.build import Plan, operator_of, written_values
 from fusewright.plan.ir import Call, CallPython, Instruction, Launch, Ref, reads, refs
 from fusewright.plan.memory import roots_of
 from fusewright.plan.vocabulary import WAIT
+from fusewright.sizes.expr import SizeExpr, names
 
 FEWEST = 3
 """Plans with fewer instructions are not worth recording."""
@@ -32,18 +33,20 @@ def obstacle(plan: Plan, device: str, training: bool = False) -> str | None:
     """Why a plan cannot be recorded on devices of this type, or None, decided from the plan alone. Of `training`, results are
     checked elsewhere, and nothing runs beside a recording. Recordings draw random numbers from the device's own generator, as
     eager does."""
-    beside = frozenset() if training else drawn_on_host(plan, device)
-    instructions = [i for k, i in enumerate(plan.instructions) if k not in beside]
+    apart = frozenset() if training else beside(plan, device)
+    instructions = [i for k, i in enumerate(plan.instructions) if k not in apart]
     if len(instructions) < FEWEST:
         return "too few instructions"
-    used = {r for i in plan.instructions for r in reads(i)}
+    used = {r for i in instructions for r in reads(i)}
     if any(i in plan.scalars or i not in plan.specs for i in used.intersection(plan.inputs)):
         return "an input is a number"
+    if any(map(_names_sizes, instructions)):
+        return "sizes are symbolic"
     if (pending := _pending(plan)) is not None:
         return f"what {pending} returns is read before anybody waits for it"
     if _waits_for_an_input(plan):
         return "it waits for a collective that was started elsewhere"
-    made = {o for i in plan.instructions for o in i.outs}
+    made = {o for i in instructions for o in i.outs}
     if any(not s.static for v, s in plan.specs.items() if v in made or v in plan.inputs):
         return "sizes are symbolic"
     roots = roots_of(plan.instructions)
@@ -62,6 +65,12 @@ def obstacle(plan: Plan, device: str, training: bool = False) -> str | None:
     if elsewhere:
         return f"a tensor is on {elsewhere[0]}"
     return None if training else _result_obstacle(plan)
+
+
+def _names_sizes(i: Instruction) -> bool:
+    """Whether a launch takes a symbol by its name, which a recording would keep as it was."""
+    numbers = (*i.sizes, *i.scalars) if isinstance(i, Launch) else ()
+    return any(True for x in numbers if isinstance(x, SizeExpr) for _ in names(x))
 
 
 def passed_on(plan: Plan) -> dict[int, int]:
@@ -99,20 +108,36 @@ def host_scalars(plan: Plan) -> set[int]:
     return scalars
 
 
+def beside(plan: Plan, device: str) -> frozenset[int]:
+    """Positions of what runs at each call, beside a recording, since nothing recorded reads it."""
+    return drawn_on_host(plan, device) | counted(plan)
+
+
+def counted(plan: Plan) -> frozenset[int]:
+    """Positions of arithmetic with inputs that are numbers, if nothing else reads them: caches of sliding windows count tokens."""
+    calls = {k: i for k, i in enumerate(plan.instructions) if isinstance(i, Call) and i.target.startswith("py::")}
+    return frozenset(_unread(calls, plan))
+
+
 def drawn_on_host(plan: Plan, device: str) -> frozenset[int]:
     """Positions of calls that draw random numbers on the host, and of what is computed from them there, if no device of this type
     reads it: LayerDrop draws a number for each layer also where nothing is dropped. They run at each call, beside a recording."""
     if device == HOST:
         return frozenset()
     calls = {k: i for k, i in enumerate(plan.instructions) if isinstance(i, Call) and _on_host(i, plan)}
-    while any(map(says_it_draws, calls.values())):
-        made = {o for i in calls.values() for o in i.outs}
+    found = _unread(calls, plan)
+    return frozenset(found) if any(map(says_it_draws, found.values())) else frozenset()
+
+
+def _unread(calls: dict[int, Call], plan: Plan) -> dict[int, Call]:
+    """The calls, by position, whose results only each other read, and that read nothing but those and inputs that are numbers."""
+    while True:
+        made = {o for i in calls.values() for o in i.outs} | plan.scalars.keys()
         others = {r for k, i in enumerate(plan.instructions) if k not in calls for r in reads(i)}
-        kept = {k: i for k, i in calls.items() if set(reads(i)) <= made and not others.intersection(i.outs)}
+        kept = {k: i for k, i in calls.items() if made.issuperset(reads(i)) and others.isdisjoint(i.outs)}
         if len(kept) == len(calls):
-            return frozenset(calls)
+            return kept
         calls = kept
-    return frozenset()
 
 
 def _on_host(i: Call, plan: Plan) -> bool:

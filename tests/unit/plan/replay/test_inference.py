@@ -559,6 +559,36 @@ def test_what_a_device_reads_is_not_drawn_beside_it() -> None:
     assert obstacles.drawn_on_host(_on_a_device(_ROOT, *_REST), "cuda") == set(), "nothing is drawn"
 
 
+def counting(used: Callable[[torch.Tensor, int], torch.Tensor]) -> tuple[Recorder, Any]:
+    """Call a model six times with a number that grows, as the caches of sliding windows count tokens."""
+    model, recorder = Small(), Recorder()
+
+    def f(x: torch.Tensor, n: int) -> tuple[Any, ...]:
+        return model(x), n, used(x, n).relu(), 2 * n + 1
+
+    fast = compiled(f, recorder)
+    with torch.no_grad(), recording() as reports:
+        for n in range(7, 13):
+            x = torch.randn(4, 8)
+            torch.testing.assert_close(fast(x, n), f(x, n))
+    return recorder, reports[-1].replay
+
+
+def test_numbers_that_only_numbers_are_made_of_are_computed_beside_a_recording() -> None:
+    recorder, said = counting(lambda x, n: x @ x.T)
+    assert recorder.recorded == 1 and recorder.replays >= 2 and said.startswith("replayed"), said
+
+
+@pytest.mark.parametrize(
+    "used",
+    [lambda x, n: x * n, lambda x, n: x + torch.arange(8) * (2 * n + 1), lambda x, n: torch.add(x, x, alpha=n)],
+    ids=["a kernel", "what is made of it", "a call"],
+)
+def test_what_reads_a_number_that_varies_is_not_recorded(used: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
+    recorder, said = counting(used)
+    assert not recorder.replays and said == "not replayed: an input is a number", said
+
+
 def test_a_constant_scalar_that_changes_is_recorded_anew() -> None:
     module, recorder = torch.nn.Module(), Recorder()
     module.scale = torch.nn.Parameter(torch.tensor(4.0), requires_grad=False)
