@@ -158,7 +158,7 @@ def _write(m: Match, c: Calls) -> None:
     """Emit calls whose last one makes `m.out`, channels-last."""
     op, b = m.anchor, c.b
     stride = channels_last_strides(spec_of(m.out).shape)  # type: ignore[arg-type]
-    x = images(op.arg("input"), c)
+    x = _told(images(op.arg("input"), c), op, c)
     rest = geometry(op)
     library = partial(b.library, out=m.out, stride=stride, op=op)
     if m.get("relu") is None:
@@ -193,6 +193,15 @@ def images(value: Value, c: Calls) -> Ref:
     if same_strides(spec, channels_last_strides(spec.shape)):  # type: ignore[arg-type]
         return Ref(c.b.at_hand(value).id)
     return Ref(c.b.channels_last(value).id)
+
+
+def _told(x: Ref, op: OpView, c: Calls) -> Ref:
+    """Return images with strides that tell torch that they are channels-last. Those of one channel are in either layout, and so is
+    their weight of single pixels: torch would make planes."""
+    spec = c.b.spec(op.arg("input"))
+    if math.prod(spec_of(op.arg("weight")).shape[1:]) != 1 or spec.stride[1] == 1:  # type: ignore[arg-type]
+        return x
+    return c.made("aten::as_strided.default", x, spec.shape, channels_last_strides(spec.shape))  # type: ignore[arg-type]
 
 
 def _alone(m: Match, c: Calls) -> None:

@@ -53,6 +53,16 @@ def test_groups_of_volumes_keep_all_of_a_region_in_planes() -> None:
     assert not copies(fragment) and not any("channels-last" in n for n in fragment.notes.values())
 
 
+@pytest.mark.parametrize("shape", [(2, 1, 4, 5, 6), (1, 1, 5, 6)], ids=["3-d", "2-d"])
+@pytest.mark.parametrize("norm", [True, False])
+def test_single_pixels_of_one_channel_stay_channels_last(shape: tuple[int, ...], norm: bool) -> None:
+    """Neither the image nor the weight tells a layout, so that torch would choose planes, and a kernel read the wrong elements."""
+    g = Net()
+    y = g.conv(g.tensor(*shape), 1, 8, 1, bias=True)
+    fragment = check(g, [g.relu(g.norm(y, 8) if norm else y)])
+    assert "aten::convolution" in targets(fragment)
+
+
 @LAYOUTS
 def test_in_fp32_volumes_stay_in_planes(shape: tuple[int, ...]) -> None:
     g = Net(F32)
