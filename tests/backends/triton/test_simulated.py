@@ -185,6 +185,39 @@ def test_an_index_out_of_bounds_is_raised_as_in_eager() -> None:
         compiled(table, torch.tensor([8, 0]))
 
 
+@pytest.mark.parametrize("width", [16, 2048])
+def test_a_single_token_is_embedded(width: int) -> None:
+    """A row that is alone has no axes, which a kernel's text once needed: eager ran all of every step of decoding."""
+    table, ids = torch.randn(8, width, dtype=torch.bfloat16), torch.tensor([[5]])
+
+    def lookup(table: Tensor, ids: Tensor) -> Tensor:
+        return F.embedding(ids, table).float().sin()
+
+    torch.testing.assert_close(simulated(lookup, "nvidia_triton")(table, ids), lookup(table, ids))
+
+
+@pytest.mark.parametrize("window", [None, 4], ids=["whole", "a window that slides"])
+@torch.no_grad()
+def test_steps_of_decoding_with_a_static_cache(window: int | None) -> None:
+    """One sequence, a token at a time; every op is lowered, but for writes to the cache, whose order eager keeps."""
+    from transformers import MistralConfig, MistralForCausalLM, StaticCache
+
+    torch.manual_seed(0)
+    config = MistralConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, vocab_size=64,
+        sliding_window=window,
+    )  # fmt: skip
+    model, ids = MistralForCausalLM(config).eval(), torch.randint(2, 60, (1, 8))
+    with report.recording() as reports:
+        ways = [(fn, StaticCache(config, max_cache_len=16)) for fn in (simulated(model, "nvidia_triton", fallback="allow"), model)]
+        for _, cache in ways:
+            model(ids[:, :2], past_key_values=cache)
+        for token in ids[:, 2:].split(1, dim=1):
+            found, wanted = (fn(token, past_key_values=cache).logits for fn, cache in ways)
+            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    assert not [b for r in reports for b in r.bugs] and all(r.count("eager") < r.count("lowered") / 8 for r in reports)
+
+
 def normed(x: Tensor, scale: Tensor) -> Tensor:
     return F.layer_norm(F.gelu(x), (x.shape[-1],), scale).softmax(-1)
 

@@ -35,7 +35,9 @@ class Dim:
     mask: str | None
 
     def strides(self, kernel: Kernel) -> Coefs:
-        """Return by how many positions the neighbours along each axis are apart."""
+        """Return by how many positions the neighbours along each axis are apart. A row that is alone has no axes."""
+        if not self.axes:
+            return ()
         inner = itertools.accumulate([kernel.sizes[a] for a in self.axes[:0:-1]], operator.mul, initial=1)
         return tuple(zip(self.axes, reversed(list(inner)), strict=True))
 
