@@ -149,6 +149,7 @@ class _Recorder(Interpreter):
         raise UnsupportedCapture("no input has traced metadata")
 
     def record(self) -> GraphModule:
+        torch.clear_autocast_cache()  # holds casts of weights that Dynamo's run made, which this run would read and not record
         fakes = [self._input(n, x) for n, x in zip(self.inputs, self.examples, strict=True)]
         with self.fake_mode, compat.dispatch_mode(self._dispatch), compat.leaving_transforms():
             try:

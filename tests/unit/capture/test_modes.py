@@ -226,6 +226,16 @@ def test_ambient_autocast(backend: str) -> None:
         assert against_eager(fn, lambda: [x34()], backend, exact=backend == "fusewright_null") == []
 
 
+@pytest.mark.usefixtures("ambient_autocast")
+def test_ambient_autocast_takes_the_direct_road() -> None:
+    """Autocast caches casts of weights: those that Dynamo's run made looked like tensors from outside the graph."""
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)).eval(), x34()
+    with torch.no_grad(), report.recording() as reports:
+        got = torch.compile(model, backend="fusewright_null")(x)
+        assert torch.equal(got, model(x))
+    assert [g.capture for g in reports] == ["direct"]
+
+
 def test_autocast_state_is_a_guard() -> None:
     compiled = torch.compile(lambda x: x @ x.t(), backend="fusewright_null")
     with torch.no_grad():

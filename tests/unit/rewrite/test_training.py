@@ -182,6 +182,24 @@ def test_autocast_is_recorded_once() -> None:
         torch.testing.assert_close(x, y, rtol=0.02, atol=0.1)
 
 
+def test_weights_under_an_autocast_around_the_step() -> None:
+    """Autocast caches casts of weights: those of Dynamo's run looked like tensors from outside the graph, and loops stayed."""
+
+    product = torch.nn.Linear(4, 4)
+
+    def loop(a: Tensor, b: Tensor, c: Tensor, h: Tensor) -> Tensor:
+        return torch.stack(_states(a, product(b), h))
+
+    inputs, compiled = _inputs(torch.float32), torch.compile(loop, backend="fusewright", dynamic=False)
+    with torch.autocast("cpu", torch.bfloat16), report.recording() as graphs:
+        got, expected = _step(compiled, inputs), _step(loop, inputs)
+    assert [g.rules[recurrence.ID] for g in graphs] == [1, 0], "before gradients are traced"
+    for x, y in zip(got, expected, strict=True):
+        if x is not None and y is not None:
+            assert x.dtype == y.dtype
+            torch.testing.assert_close(x, y, rtol=0.02, atol=0.1)
+
+
 def test_dropout_draws_eagers_numbers() -> None:
     def loop(a: Tensor, b: Tensor, c: Tensor, h: Tensor) -> Tensor:
         return F.dropout(torch.stack(_states(F.dropout(a, 0.2), b, h)), 0.5)
