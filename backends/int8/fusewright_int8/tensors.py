@@ -223,24 +223,30 @@ def _affine_write(e: Engine, m: Match, b: Builder) -> None:
 def _sums(m: Match, b: Builder) -> Match | None:
     """Match integer sums that become fp32, however rows were quantized (by tensor, with zero points, in fp16): the core rounds
     exact sums as a cast does."""
-    x, weight = spec_of(m.anchor.arg("self")), spec_of(m.anchor.arg("mat2"))
-    known = weight.static and b.is_const(m.anchor.arg("mat2")) and {x.dtype, weight.dtype} == {torch.int8}
+    rows, matrix, trail = m.anchor.arg("self"), m.anchor.arg("mat2"), Trail(b.graph, m.anchor.out)
+    if spec_of(rows).dtype == torch.uint8:  # with VNNI and no AMX
+        add = _back(_through(rows, b.graph, "cast"), b.graph, "add")
+        if add is None or add.arg("other") != 128 or not _compensated(trail, _through(matrix, b.graph, "t")):
+            return None
+        widened = _back(add.arg("self"), b.graph, "cast")
+        rows = rows if widened is None else widened.arg("self")
+    x, weight = spec_of(rows), spec_of(matrix)
+    known = weight.static and b.is_const(matrix) and {x.dtype, weight.dtype} == {torch.int8}
     if not known or 0 in (*x.shape, *weight.shape) or weight.shape[0] > native.MOST_K:  # type: ignore[operator]
         return None
-    trail = Trail(b.graph, m.anchor.out)
     if trail.step("cast", lambda op: spec_of(op.out).dtype is torch.float32) is None:
         return None
-    found = m.with_ops(*trail.ops)
-    return found if rows_fit(found.out, m.anchor.arg("self")) else None
+    found = m.with_ops(*trail.ops, rows=rows)
+    return found if rows_fit(found.out, rows) else None
 
 
 def _sums_pay(m: Match, b: Builder) -> bool:
-    (k, n), rows = spec_of(m.anchor.arg("mat2")).shape, spec_of(m.anchor.arg("self")).shape[0]
+    (k, n), rows = spec_of(m.anchor.arg("mat2")).shape, spec_of(m["rows"]).shape[0]
     return sums_pay(b.ctx, Product(hint(rows), int(k), int(n), torch.int8, torch.float32))  # type: ignore[arg-type]
 
 
 def _sums_write(m: Match, b: Builder) -> None:
-    x, weight = m.anchor.arg("self"), m.anchor.arg("mat2")
+    x, weight = m["rows"], m.anchor.arg("mat2")
     packed = b.prepare(name("pack_linear"), b.prepare("aten::t.default", b.exact(weight)))
     ones = b.prepare("aten::full.default", (spec_of(weight).shape[1],), 1.0, dtype=torch.float32)
     emit_rows(name("linear"), x, (packed, ones, None, 1.0, 0, None, 1.0, 0, "none", (), torch.float32, 1.0, 0, 0, 0), m, b)

@@ -5,6 +5,7 @@ A backend supplies a `Recorder` (`fusewright.interface`); this module decides wh
 - Weights, and inputs that the plan writes, are read in place. If one of their addresses changes, or prepared constants were
   prepared again, the plan is recorded again; if that keeps happening, replay is given up.
 - Other inputs are copied into buffers of the recording.
+- What nothing recorded reads is computed at each call: draws on the host, numbers that count tokens.
 - Random numbers are drawn anew by every replay, as eager draws them; such plans are neither warmed up nor measured.
 - Results belong to the caller. Small ones are copied out. Large ones are made in fresh memory by the last few instructions: by the
   replay, if the recorder can give it their addresses, or after it. So a result that the caller keeps is never overwritten.
