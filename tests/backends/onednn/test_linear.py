@@ -81,9 +81,9 @@ def test_only_large_fp32_products_are_packed_for_mkl(dtype: torch.dtype, rows: t
 
 
 @in_mkl
-@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("rows", [1, 2, 11, 16])
 def test_small_products_beside_a_large_bias_are_as_exact_as_eagers(rows: int) -> None:
-    """As in an untrained classifier: MKL's product of one row begins with the bias and rounds at every step."""
+    """As in an untrained classifier: MKL's product of few rows begins with the bias and rounds at every step."""
     g = Sketch()
     x, w, bias = torch.rand(rows, 1280) * 1e-3, torch.randn(1000, 1280) * 0.03, torch.rand(1000) * 0.05
     y = g.op("linear", g.input(x), g.input(w, const=True), g.input(bias, const=True))

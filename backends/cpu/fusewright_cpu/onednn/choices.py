@@ -27,6 +27,9 @@ PROXY_FLOPS = 8e8
 """Products above this are measured on fewer columns, so that a candidate takes no more than a few
 milliseconds."""
 
+FEWEST_BIASED = 12
+"""The fewest rows of MKL's packed product with a bias."""
+
 PROXY_ELEMENTS = 1 << 23
 """The largest weight that a measurement allocates."""
 
@@ -116,9 +119,10 @@ class Product:
     @property
     def packed_forms(self) -> tuple[str, ...]:
         """The forms with a weight that was packed for this number of rows: oneDNN's, MKL's where torch has it, and our kernel's. Of
-        one row MKL's adds the products to the bias one by one, with up to 60 times the error of eager's where these are small."""
+        few rows MKL's adds the products to the bias one by one (one row on an Intel CPU, nine of the first eleven numbers on an
+        AMD), with up to 60 times the error of eager's where these are small."""
         mkl = self.dtype is torch.float32 and self.flops >= FITTED.mkl_flops and torch.backends.mkl.is_available()
-        mkl = mkl and (self.m > 1 or not self.bias)
+        mkl = mkl and (self.m >= FEWEST_BIASED or not self.bias)
         ours = self.x_rows and own.fits(self.m, self.k, self.dtype)
         return (*(("mkl",) if mkl else ()), *((own.FORM,) if ours else ()), "packed")
 
