@@ -69,7 +69,10 @@ class Job:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    given = _parser().parse_args(argv)
+    parser = _parser()
+    given = parser.parse_args(argv)
+    if unknown := set(given.families.split(",")) - FAMILIES.keys():
+        parser.error(f"no family: {', '.join(sorted(unknown))}; known are {', '.join(FAMILIES)}")
     if given.job is not None:
         turns.serve(partial(_begin, Job(**json.loads(given.job))))
         return 0
@@ -150,7 +153,7 @@ def _row(family: str, groups: Mapping[str, turns.Group], given: argparse.Namespa
         row[f"over_{keys[other]}"] = round(statistics.median(a / b for a, b in zip(ms[other], ms[ours], strict=True)), 3)
     verdicts = {b: _agreed(family, b, folder) for b in told if b != "eager" and "eager" in told}
     row |= {"plans": told.get(ours, ""), "verdicts": verdicts, "outcome": verdicts.get(ours, "failed")}
-    words = {b: f"{g.outcome}: {g.words.splitlines()[-1]}" for b, g in groups.items() if g.outcome}
+    words = {b: " ".join([g.outcome, *g.words.splitlines()[-1:]]) for b, g in groups.items() if g.outcome}
     return row | ({"words": words} if words else {})
 
 
