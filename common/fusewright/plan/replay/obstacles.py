@@ -125,19 +125,20 @@ def drawn_on_host(plan: Plan, device: str) -> frozenset[int]:
     if device == HOST:
         return frozenset()
     calls = {k: i for k, i in enumerate(plan.instructions) if isinstance(i, Call) and _on_host(i, plan)}
-    found = _unread(calls, plan)
+    found = _unread(calls, plan) if any(map(says_it_draws, calls.values())) else {}
     return frozenset(found) if any(map(says_it_draws, found.values())) else frozenset()
 
 
 def _unread(calls: dict[int, Call], plan: Plan) -> dict[int, Call]:
     """The calls, by position, whose results only each other read, and that read nothing but those and inputs that are numbers."""
-    while True:
+    while calls:
         made = {o for i in calls.values() for o in i.outs} | plan.scalars.keys()
         others = {r for k, i in enumerate(plan.instructions) if k not in calls for r in reads(i)}
         kept = {k: i for k, i in calls.items() if made.issuperset(reads(i)) and others.isdisjoint(i.outs)}
         if len(kept) == len(calls):
-            return kept
+            break
         calls = kept
+    return calls
 
 
 def _on_host(i: Call, plan: Plan) -> bool:
