@@ -31,7 +31,6 @@ from fusewright import report
 
 OURS = {"cuda": "nvidia_triton", "cpu": "x86_onednn"}
 DEFAULT = "reduce-overhead"
-CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "FUSEWRIGHT_CACHE_DIR")
 PROMPT, NEAR = 64, 0.1
 """Tokens of the prompt, and the distance of two logits, in parts of the largest, that rounding to bf16 makes where it decides
 between experts. A token without relation to the logits is some 1.0 away."""
@@ -128,10 +127,8 @@ def _groups(family: str, given: argparse.Namespace, folder: str) -> dict[str, tu
     found = {}
     for backend in ("eager", DEFAULT, OURS[given.device]):
         job = Job(family, backend, given.device, given.tokens, folder)
-        caches = {name: f"{folder}/{family}.{backend}.{name}" for name in CACHES}
-        for cache in caches.values():
-            Path(cache).mkdir(mode=0o700)
         threads = str(max(1, (os.cpu_count() or 1) // given.at_once))
+        caches = turns.own_caches(folder, f"{family}.{backend}")
         env = {**os.environ, **caches, "TORCHINDUCTOR_COMPILE_THREADS": threads, "OMP_NUM_THREADS": threads}
         args = [sys.executable, "-m", "ci.gpu.generate", "--job", json.dumps(asdict(job))]
         found[backend] = turns.Group(f"{family}.{backend}", [turns.Command(args, env)], Path(folder))
@@ -150,7 +147,7 @@ def _row(family: str, groups: Mapping[str, turns.Group], given: argparse.Namespa
     keys = {ours: "ours", DEFAULT: "default", "eager": "eager"}
     row: dict[str, Any] = {"family": family, **{f"{keys[b]}_ms": round(statistics.median(ms[b]), 3) for b in told}}
     for other in {DEFAULT, "eager"} & told.keys() if ours in told else ():
-        row[f"over_{keys[other]}"] = round(statistics.median(a / b for a, b in zip(ms[other], ms[ours], strict=True)), 3)
+        row[f"over_{keys[other]}"] = round(turns.ratio(ms[other], ms[ours]), 3)
     verdicts = {b: _agreed(family, b, folder) for b in told if b != "eager" and "eager" in told}
     row |= {"plans": told.get(ours, ""), "verdicts": verdicts, "outcome": verdicts.get(ours, "failed")}
     words = {b: " ".join([g.outcome, *g.words.splitlines()[-1:]]) for b, g in groups.items() if g.outcome}

@@ -162,13 +162,8 @@ def _groups(way: str, given: argparse.Namespace, folder: Path, at_once: int) -> 
     return groups
 
 
-CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "FUSEWRIGHT_CACHE_DIR")
-
-
 def _command(job: Job, threads: int) -> turns.Command:
-    caches = {name: f"{job.folder}/{job.name}.{job.rank}.{name}" for name in CACHES}
-    for cache in caches.values():
-        Path(cache).mkdir(mode=0o700)
+    caches = turns.own_caches(job.folder, f"{job.name}.{job.rank}")
     few = {"OMP_NUM_THREADS": "1"} if job.device == "cpu" else {}
     own = {**caches, **few, "TORCHINDUCTOR_COMPILE_THREADS": str(threads), "LOCAL_RANK": str(job.rank)}
     return turns.Command([sys.executable, "-m", "ci.gpu.parallel", "--job", json.dumps(asdict(job))], {**os.environ, **own})
@@ -190,7 +185,7 @@ def _row(way: str, groups: Mapping[str, turns.Group], given: argparse.Namespace,
     named = {"ours" if b == ours else b: times for b, times in ms.items() if b in told}
     row: dict[str, Any] = {"way": way} | {f"{b}_ms": round(statistics.median(times), 3) for b, times in named.items()}
     if "ours" in named:
-        row |= {f"over_{b}": round(_ratio(times, named["ours"]), 3) for b, times in named.items() if b != "ours"}
+        row |= {f"over_{b}": round(turns.ratio(times, named["ours"]), 3) for b, times in named.items() if b != "ours"}
     row |= {"off": off, "calls_without_a_hang": given.calls, "replay": told.get(ours, "")}
     row["outcome"] = "; ".join(f"{b} {outcome}" for b, outcome in wrong.items()) or "right"
     if said := {b: g.words for b, g in groups.items() if g.words}:
@@ -208,11 +203,6 @@ def _timed(groups: Mapping[str, turns.Group], calls: int, limit: float) -> dict[
             for answers in turns.ask([groups[backend]], "turn", limit).values():
                 ms[backend].append(max(answers))
     return ms
-
-
-def _ratio(other: Sequence[float], ours: Sequence[float]) -> float:
-    """The median of the ratios round by round: the speed of a shared machine changes between rounds."""
-    return statistics.median(a / b for a, b in zip(other, ours, strict=True))
 
 
 def _off(way: str, backend: str, folder: Path) -> float:

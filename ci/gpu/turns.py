@@ -10,6 +10,7 @@ import contextlib
 import faulthandler
 import os
 import signal
+import statistics
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -86,6 +87,22 @@ class Group:
         text = log.read_bytes()
         where = text[before:][:TOLD]  # innermost first
         self.words = f"rank {rank}: " + (where or text[-TOLD:]).decode(errors="replace")
+
+
+CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "FUSEWRIGHT_CACHE_DIR")
+
+
+def own_caches(folder: str, name: str) -> dict[str, str]:
+    """Make cache folders for one process; return them as environment variables."""
+    caches = {variable: f"{folder}/{name}.{variable}" for variable in CACHES}
+    for cache in caches.values():
+        Path(cache).mkdir(mode=0o700)
+    return caches
+
+
+def ratio(other: Sequence[float], ours: Sequence[float]) -> float:
+    """The median of the ratios round by round: the speed of a shared machine changes between rounds."""
+    return statistics.median(a / b for a, b in zip(other, ours, strict=True))
 
 
 def _start(command: Command, log: Path) -> _Child:

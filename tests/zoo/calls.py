@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from fusewright.bench.suite import Built, flatten_outputs
 
 Outputs = list[Tensor]
+DRAWS = 8
+"""The number of draws of eager's error, where one draw is exceeded."""
 APART = 1 / 64
 """The relative change of weights and inputs between draws of both errors: an element close to a kink, where the gradient jumps,
 is close to it in one draw only."""

@@ -30,6 +30,7 @@ from fusewright.bench.suite import Built, flatten_outputs
 from tests.zoo import catalog, later
 from tests.zoo.calls import (
     APART,
+    DRAWS,
     Outputs,
     Verdict,
     beginning,
@@ -46,8 +47,6 @@ from tests.zoo.calls import (
 
 TOKENS = 4
 """The number of tokens that `generate` produces."""
-DRAWS = 8
-"""The number of draws of eager's error."""
 MOST_FLIPPED = 1 / 4
 """The largest share of eager's integers that differ from fp64's by rounding: random numbers differ in more."""
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)

@@ -23,6 +23,7 @@ from fusewright.bench import accuracy
 from fusewright.bench.suite import Built, flatten_outputs
 from tests.zoo.calls import (
     APART,
+    DRAWS,
     Outputs,
     Verdict,
     beginning,
@@ -46,8 +47,6 @@ AMPLIFIED = 16
 """The largest error, as a multiple of eager's, and for integers the most places, that is not looked at."""
 SHARE = 1 / 64
 """The largest error that is not looked at, as a part of what the numbers change, and of integers."""
-DRAWS = 8
-"""The number of draws of eager's error, where one draw is exceeded."""
 
 Call = Callable[[int], Outputs]
 """Calls with the numbers of this index."""
