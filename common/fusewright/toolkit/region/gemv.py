@@ -1,5 +1,8 @@
 """GEMV as reduction kernels: products of few rows with a large matrix, as in decoding, where time goes into reading weights.
 
+The same holds for a batch of vectors, each with a matrix that it gathers (`bmm(w[experts], x)`, the experts of a decoded token):
+a library's product needs a copy of the gathered matrices, a sum reads each in its place.
+
 `linear(x, w)` becomes `sum(x[:, None, :] * w, -1)`, whose elementwise product is never stored: the fuser builds one kernel of
 it and its epilogue (bias, residual, activation), and one kernel for several products of the same rows. If a norm scales the
 rows (`x = h * g * rsqrt(mean(h * h) + eps)`), the kernel does not wait for it: factors that are constant along the row move
@@ -44,6 +47,12 @@ SHAPED = frozenset({"view", "reshape", "alias", "unsqueeze", "squeeze"})
 ALONG = frozenset({"cast", "mul", "div", "neg", "abs", "pow_scalar", "add", "sub", "rsqrt", "sqrt"})
 """Elementwise ops that may be recomputed for a per-row factor."""
 
+GATHERS = frozenset({"index", "index_select", "embedding"})
+"""Ops that select matrices by number."""
+
+BETWEEN = SHAPED | {"cast", "mul", "t", "transpose", "permute"}
+"""Ops between a gather and the product that a kernel computes as it reads."""
+
 MOST_AGAIN = 12
 """The most ops recomputed for a factor."""
 
@@ -56,7 +65,7 @@ def rewrite_products(
     graph: RegionGraph, ctx: CompileContext, bounds: Bounds, other: Callable[[OpView], bool] = _none
 ) -> None:
     """Rewrite the products of few rows in a region as sums, except those for which `other` holds: they have another kernel."""
-    found = (op for op in graph if op.op in ("linear", "mm") and _reads_weight(op, graph, bounds))
+    found = (op for op in graph if op.op in PRODUCTS and _reads_weight(op, graph, bounds))
     products = frozenset(op.id for op in found if not other(op))
     if products and rewrite(graph, ROWS, _Sums(graph, ctx, products), ctx.rules):
         graph.sweep(SHAPED | ALONG | {"mean", "sum"})  # ops that only served the rows of those products
@@ -79,6 +88,30 @@ def _suits(op: OpView, x: Any, w: Any, bias: Any, bounds: Bounds) -> bool:
     rows = x.spec.numel_hint() // k
     dense = w.spec.stride[1] == 1 and w.spec.stride[0] >= k
     return 1 <= rows <= bounds.rows and n * k >= bounds.weights and bounds.shortest <= k <= bounds.longest and dense
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """A batch of `vectors` times `matrices`, summed over dimension `dim` of the matrices."""
+
+    vectors: Value
+    matrices: Value
+    dim: int
+
+    @staticmethod
+    def of(op: OpView) -> _Batch | None:
+        a, b = op.arg("self"), op.arg("mat2")
+        if any(v.spec is None or not v.spec.static for v in (a, b, op.out)):
+            return None
+        if dims_of(b)[2] == 1:
+            return _Batch(b, a, 2)
+        return _Batch(a, b, 1) if dims_of(a)[1] == 1 else None
+
+    def suits(self, graph: RegionGraph, bounds: Bounds) -> bool:
+        """Whether the matrices are gathered, large and read only here."""
+        shape = dims_of(self.matrices)
+        large = shape[1] * shape[2] >= bounds.weights and bounds.shortest <= shape[self.dim] <= bounds.longest
+        return large and shape[0] > 0 and spec_of(self.matrices).dtype in FLOATS and _gathered(self.matrices, graph)
 
 
 @dataclass
@@ -138,10 +171,23 @@ class _Sums:
             v = self._op("mul", v, self._per_row(factor, rows.base, full), shape=full[:2])
         if bias is not None:
             v = self._op("add", v, self._wide(bias), shape=full[:2])
-        spec = spec_of(out)
-        shaped = dims_of(out) != full[:2]
+        self._finish(v, out, id)
+
+    def batched(self, batch: _Batch, out: Value, id: int) -> None:
+        """Write the ops that make `out`, a batch of vectors times gathered matrices."""
+        full = dims_of(batch.matrices)
+        shape = tuple(1 if d == 3 - batch.dim else s for d, s in enumerate(full))
+        x = self._op("reshape", batch.vectors, list(shape), shape=shape, dtype=spec_of(batch.vectors).dtype)
+        v = self._op("mul", self._wide(x), batch.matrices, shape=full)
+        v = self._op("sum", v, [batch.dim], False, shape=(full[0], full[3 - batch.dim]))
+        self._finish(v, out, id)
+
+    def _finish(self, v: Value, out: Value, id: int) -> None:
+        """Round a sum of fp32 and shape it, which makes `out`."""
+        spec, shape = spec_of(out), dims_of(v)
+        shaped = dims_of(out) != shape
         if spec.dtype != torch.float32:
-            v = self._op("cast", v, dtype=spec.dtype, shape=full[:2])
+            v = self._op("cast", v, dtype=spec.dtype, shape=shape)
             self.made[-1] = replace(self.made[-1], args=_with_dtype(self.made[-1], spec.dtype))
         self.made[-1] = replace(self.made[-1], id=id, outs=self.made[-1].outs if shaped else (out,))
         if shaped:
@@ -295,15 +341,29 @@ class _Sums:
 
 
 def _reads_weight(op: OpView, graph: RegionGraph, bounds: Bounds) -> bool:
-    """Whether an op is a product of few rows with a weight, or with an int8 weight that the region widens."""
+    """Whether an op is a product of few rows with a weight, with an int8 weight that the region widens, or with matrices that it
+    gathers."""
     if op.op == "linear":
         return _suits(op, op.arg("input"), op.arg("weight"), op.arg("bias"), bounds)
+    if op.op == "bmm":
+        return (batch := _Batch.of(op)) is not None and batch.suits(graph, bounds)
     found = find(_WIDENED, op, graph, None) if graph.phase == "infer" else None
     if found is None or spec_of(found["weight"]).dtype != torch.int8 or not transposed(found["weight"]):
         return False
     spec = spec_of(found["weight"])
     rows = Value(-1, replace(spec, shape=spec.shape[::-1], stride=spec.stride[::-1]))
     return _suits(op, op.arg("self"), rows, None, bounds)
+
+
+def _gathered(v: Value, graph: RegionGraph) -> bool:
+    """Whether a gather makes a value, of which nothing on the way to its one reader would be stored."""
+    while (op := graph.producer(v)) is not None and graph.only_user(v) is not None:
+        if op.op in GATHERS:
+            return True
+        if op.op not in BETWEEN:
+            return False
+        v = next(iter(op.inputs()))
+    return False
 
 
 def transposed(value: Value) -> bool:
@@ -352,6 +412,14 @@ def _write(m: Match, s: _Sums) -> None:
     s.replace([op])
 
 
+def _write_batched(m: Match, s: _Sums) -> None:
+    op = m.anchor
+    batch = _Batch.of(op)
+    assert batch is not None
+    s.batched(batch, op.out, op.id)
+    s.replace([op])
+
+
 def _widened(m: Match, s: _Sums) -> Match:
     return _with_rows(replace(m, ops=(m.anchor,)), s)
 
@@ -381,12 +449,18 @@ def _with_dtype(op: OpView, dtype: torch.dtype) -> tuple[Any, ...]:
     return tuple(dtype if name == "dtype" else a for name, a in zip(op.argnames, op.args, strict=True))
 
 
+PRODUCTS = ("linear", "mm", "bmm")
+"""The ops that may be products of few rows."""
+
 _WIDENED = p("mm", ANY, p("cast", "weight"))
 
 ROWS = (
     Row(
         "gemv.siblings", p("linear"), when=_is_product, extend=_siblings, write=_write_siblings,
         note="products of few rows as one sum",
+    ),
+    Row(
+        "gemv.gathered", p("bmm"), when=_is_product, write=_write_batched, note="product of vectors with gathered matrices",
     ),
     Row("gemv", p("linear"), when=_is_product, extend=_with_rows, write=_write, note="product of few rows"),
     Row(

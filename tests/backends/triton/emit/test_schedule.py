@@ -170,6 +170,27 @@ def test_products_of_short_rows_and_of_gathered_ones_are_no_products_with_a_matr
     assert choose(dots(32_000, 4096, False), H100).tiles == (), "a row of the matrix is a program's"
 
 
+def experts(slots: int, n: int, k: int) -> Kernel:
+    """Each vector times the matrix that its number chooses."""
+    b = Builder("experts", p=[slots, n], r=[k])
+    x, w, at, out = b.input("x", "bf16"), b.input("w", "bf16"), b.input("at", "i64"), b.output("out", "f32")
+    s, i, r = b.axes
+    matrix = b.indirect(b.bound(b.load(at, s), 8), n * k)
+    product = b.load(w, matrix + i * k + r).to("f32") * b.load(x, s * k + r).to("f32")
+    b.store(out, s * n + i, b.reduce("sum", product))
+    return b.build()
+
+
+def test_a_row_of_a_chosen_matrix_is_a_programs() -> None:
+    """The experts of a decoded token, each of which another vector is multiplied with."""
+    config = choose(experts(2, 11264, 2048), H100)
+    assert config == choose(dots(22528, 2048, False), H100) and config.tiles == ()
+    x, w, at = torch.randn(2, 768).bfloat16(), torch.randn(8, 5, 768).bfloat16(), torch.tensor([6, 1])
+    out = torch.empty(2, 5)
+    simulate(experts(2, 5, 768), [x, w, at, out], target=H100)
+    torch.testing.assert_close(out, torch.einsum("sk,snk->sn", x.float(), w[at].float()), rtol=1e-4, atol=1e-3)
+
+
 def running_sum(tokens: int, experts: int) -> Kernel:
     """Each expert's tokens, counted: a scan across contiguous memory."""
     b = Builder("running_sum", p=[experts], r=[tokens])

@@ -101,7 +101,7 @@ def launches(model: torch.nn.Module, *args: Tensor) -> int:
         assert (got - right).abs().max() <= 2 * (theirs - right).abs().max() + floor
     (found,) = reports
     text = found.texts["plan"].partition("def run")[2]
-    assert "linear" not in text and "addmm" not in text
+    assert not any(name in text for name in ("linear", "addmm", "bmm"))
     return text.count("launch_")
 
 
@@ -174,3 +174,41 @@ def test_strides_that_a_kernel_believes_of_a_constant_are_compared(monkeypatch: 
     model, x = Pooled().eval(), torch.rand(2, 1, N)
     with torch.no_grad(), pytest.raises(BackendContractError, match=r"has strides \(0, 512, 1\), expected \(512, 512, 1\)"):
         torch.compile(model, backend="nvidia_triton", options=OPTIONS)(x)
+
+
+class Experts(torch.nn.Module):
+    """Each token's products with the matrices of its experts, which `bmm` multiplies once they are gathered."""
+
+    def __init__(self, shape: tuple[int, int], vector_first: bool) -> None:
+        super().__init__()
+        self.weight, self.vector_first = torch.nn.Parameter(torch.randn(6, *shape) / shape[-1] ** 0.5), vector_first
+
+    def forward(self, x: Tensor, experts: Tensor) -> Tensor:
+        weight = self.weight[experts]
+        if self.vector_first:
+            return torch.bmm(x.unsqueeze(1), weight).squeeze(1).relu()
+        return torch.bmm(weight, x.unsqueeze(-1)).squeeze(-1).relu()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("shape", "vector_first"), [((N, K), False), ((K, N), True)])
+def test_gathered_matrices_are_read_in_their_place(
+    shape: tuple[int, int], vector_first: bool, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    experts = torch.tensor([3, -1, 3, 0, 5, 2])
+    assert launches(Experts(shape, vector_first).to(dtype), torch.randn(6, K).to(dtype), experts) == 1
+
+
+def test_gathered_matrices_that_others_read_too_stay_a_librarys_product() -> None:
+    torch.manual_seed(0)
+    model, x = Experts((N, K), False), torch.randn(2, K)
+
+    def both(x: Tensor, experts: Tensor) -> tuple[Tensor, Tensor]:
+        weight = model.weight[experts]
+        return torch.bmm(weight, x.unsqueeze(-1)), weight.amax(-1)
+
+    with report.recording() as reports, torch.no_grad():
+        got = torch.compile(both, backend="nvidia_triton", options=OPTIONS)(x, torch.tensor([1, 4]))
+        torch.testing.assert_close(got, both(x, torch.tensor([1, 4])))
+    assert "aten_bmm" in reports[0].texts["plan"]
