@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fusewright.interface import OpView, Splits, Value
@@ -289,10 +289,14 @@ class Grouper:
     def _private(self, units: Sequence[Unit], group: Group) -> bool:
         """Whether only the group and these units use the group's values, so that a column reduction may absorb it."""
         inside = {u.op.id for u in (*group.units, *units)}
-        for i in group.levels:
-            if i in self.needed or any(user.id not in inside for user in self.flow.users.get(i, ())):
-                return False
-        return True
+        return all(self._read_within(i, inside) for i in group.levels)
+
+    def _read_within(self, value: int, ops: Collection[int]) -> bool:
+        """Whether only these ops read a value, also by way of inlined ops."""
+        if value in self.needed:
+            return False
+        others = [user for user in self.flow.users.get(value, ()) if user.id not in ops]
+        return all(self.flow.is_inline(u) and all(self._read_within(v.id, ops) for v in u.outs) for u in others)
 
     def _probed(
         self, unit: Unit, group: Group, space: Space, levels: Mapping[int, Level], builder: Builder | None = None
