@@ -19,7 +19,7 @@ import torch
 
 from fusewright.sizes.expr import SizeExpr, symbol
 
-INTERFACE: tuple[int, int] = (1, 14)
+INTERFACE: tuple[int, int] = (1, 15)
 """(major, minor) of this interface. Minor versions only add members with defaults."""
 
 OPSET = 1
@@ -307,6 +307,9 @@ class DevicePolicy:
     contracts: Callable[[torch.dtype, int, int, int, int], bool] | None = None
     """Whether a sum of products of broadcast operands is faster as matrix products, given its type, how many matrices they are, and
     M, K and N. None: never. Since interface 1.14."""
+    gathers: Callable[[torch.dtype, int, int, int, int], bool] | None = None
+    """Whether a grouped product is faster in inference as products of single rows with gathered matrices, given its type, how many
+    rows and how many matrices there are, K and N. None: never. Since interface 1.15."""
     eager: tuple[Any, ...] = ()
     """Conditions under which the device's eager is faster than a kernel (`fusewright.toolkit.fuse.eager.Condition`)."""
     flops_per_second: float = 2e11

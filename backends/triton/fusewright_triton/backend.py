@@ -38,6 +38,7 @@ from fusewright.toolkit.fuse.eager import Alone, Condition
 from fusewright.toolkit.fuse.fuser import fuse
 from fusewright.toolkit.ir import Kernel
 from fusewright.toolkit.lower.tables import RULES
+from fusewright.toolkit.region import gemv
 from fusewright.toolkit.region.builder import Builder
 from fusewright_triton import target
 from fusewright_triton.emit.schedule import Config
@@ -45,7 +46,7 @@ from fusewright_triton.lowerings import CUDNN, LOWERINGS
 from fusewright_triton.run.handwritten import INSTALL, NAMESPACE, Order, library
 from fusewright_triton.run.precompile import orders
 from fusewright_triton.select import aligned
-from fusewright_triton.select.calls import rewritten
+from fusewright_triton.select.calls import few_rows, rewritten
 from fusewright_triton.select.convolutions import SHORTCUT
 
 if TYPE_CHECKING:
@@ -100,6 +101,12 @@ as kernels, and the whole layer 1.4 as products (H200, 2026-11-29)."""
 def contracts(dtype: torch.dtype, batch: int, m: int, k: int, n: int) -> bool:
     """Return whether a sum of products is left to the library: where a kernel would read each element eight times and more."""
     return dtype is not torch.float64 and min(m, k, n) >= 8 and batch * m * k * n >= CONTRACTED
+
+
+def gathers(bounds: gemv.Bounds, dtype: torch.dtype, rows: int, matrices: int, k: int, n: int) -> bool:
+    """Return whether rows read matrices of their own: where kernels take such matrices, and most of a random choice differ. On an
+    H200 a library's grouped product of two rows reads at half of the bandwidth (2026-11-29, docs/studies/gpu-decoding.md)."""
+    return dtype in gemv.FLOATS and rows <= matrices and bounds.hold(k, k * n)
 
 
 class TritonLoader:
@@ -218,9 +225,10 @@ class TritonBackend(FusedBackend):
         """Results come from torch's stream-ordered allocator; nothing depends on the host's threads."""
         found = self.target(self.running_on())
         by, splits = found.bounds, Splits(passes_again=ALL, held_row=target.FORMULA.persistent)
+        few = few_rows(self.running_on())
         return DevicePolicy(
-            multiple=partial(multiple, found), contracts=contracts, splits=splits, eager=EAGER,
-            flops_per_second=by.library_flops, bytes_per_second=by.bandwidth,
+            multiple=partial(multiple, found), contracts=contracts, gathers=None if few is None else partial(gathers, few),
+            splits=splits, eager=EAGER, flops_per_second=by.library_flops, bytes_per_second=by.bandwidth,
         )  # fmt: skip
 
     def prepare(self) -> None:

@@ -25,6 +25,7 @@ def _simplify(c: Compilation) -> None:
     c.do(passes.REWRITE, c.graph, c.rules)
     if c.phase == "infer":
         c.do(passes.BRANCHES, c.graph, c.const, c.backend.policy().branches, c.rules)
+        c.do(passes.GATHER, c.graph, c.backend.policy().gathers, c.rules)
     claims = type(c.backend).supports is not Backend.supports  # one that claims nothing gives eager's bits
     if claims:
         c.do(passes.CONTRACT, c.graph, c.backend.policy().contracts, c.rules)
@@ -46,7 +47,8 @@ def _constants(c: Compilation) -> None:
 
 
 METADATA_STAGES: tuple[tuple[str, Stage], ...] = (
-    ("simplify", _simplify),  # exact rewrite rules, branches of convolutions, sums as products, wider products, CSE, dead code
+    # exact rewrite rules, branches of convolutions, grouped products, sums as products, wider products, CSE, dead code
+    ("simplify", _simplify),
     ("constants", _constants),  # what depends on weights alone
 )
 CLAIM_STAGES: tuple[tuple[str, Stage], ...] = (

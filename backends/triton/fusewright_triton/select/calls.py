@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from fusewright.interface import CompileContext, OpView, Region, Value, Verdict
+from fusewright.interface import CompileContext, Device, OpView, Region, Value, Verdict
 from fusewright.plan.ir import Ref
 from fusewright.toolkit.backend.candidates import Lazy, Thunk
 from fusewright.toolkit.backend.library import LoweringTable
@@ -61,6 +61,14 @@ class Calls:
         return None if value is None else self.b.exact(value)
 
 
+def few_rows(device: Device) -> gemv.Bounds | None:
+    """Return the bounds within which products of few rows are sums; None on devices where nobody measured: each weight would have
+    a kernel of its own."""
+    found = named(device.arch)
+    measured = found.fitted is not None or device.simulated
+    return gemv.Bounds(found.bounds.gemv_rows, found.bounds.gemv_weights) if measured else None
+
+
 OpCode: TypeAlias = Callable[[OpView, Calls], Claim | None]
 """A lowering: the claim of an op and its neighbours, or None, which leaves the op to eager's own call."""
 
@@ -73,9 +81,8 @@ def by_rows(rows: Sequence[Row]) -> OpCode:
 def rewritten(table: LoweringTable[OpCode], region: Region, ctx: CompileContext) -> Builder:
     """Return the region with a table's library calls in it. Exceptions of lowerings pass through."""
     graph = RegionGraph(region)
-    target = named(ctx.device.arch)
-    if target.fitted is not None or ctx.device.simulated:  # where nobody measured, it would be a kernel for every weight
-        gemv.rewrite_products(graph, ctx, gemv.Bounds(target.bounds.gemv_rows, target.bounds.gemv_weights))
+    if (bounds := few_rows(ctx.device)) is not None:
+        gemv.rewrite_products(graph, ctx, bounds)
     b = Builder(graph, ctx, row_major_norms=graph.phase == "infer")
     calls = Calls(graph, b)
 

@@ -38,6 +38,10 @@ class Bounds:
     shortest: int = 256
     longest: int = 1 << 15
 
+    def hold(self, terms: int, weights: int) -> bool:
+        """Whether a matrix of so many elements, of which so many are added up for a result, is within the bounds."""
+        return weights >= self.weights and self.shortest <= terms <= self.longest
+
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -87,7 +91,7 @@ def _suits(op: OpView, x: Any, w: Any, bias: Any, bounds: Bounds) -> bool:
     n, k = w.spec.shape
     rows = x.spec.numel_hint() // k
     dense = w.spec.stride[1] == 1 and w.spec.stride[0] >= k
-    return 1 <= rows <= bounds.rows and n * k >= bounds.weights and bounds.shortest <= k <= bounds.longest and dense
+    return 1 <= rows <= bounds.rows and bounds.hold(k, n * k) and dense
 
 
 @dataclass(frozen=True)
@@ -110,7 +114,7 @@ class _Batch:
     def suits(self, graph: RegionGraph, bounds: Bounds) -> bool:
         """Whether the matrices are gathered, large and read only here."""
         shape = dims_of(self.matrices)
-        large = shape[1] * shape[2] >= bounds.weights and bounds.shortest <= shape[self.dim] <= bounds.longest
+        large = bounds.hold(shape[self.dim], shape[1] * shape[2])
         return large and shape[0] > 0 and spec_of(self.matrices).dtype in FLOATS and _gathered(self.matrices, graph)
 
 

@@ -212,3 +212,20 @@ def test_gathered_matrices_that_others_read_too_stay_a_librarys_product() -> Non
         got = torch.compile(both, backend="nvidia_triton", options=OPTIONS)(x, torch.tensor([1, 4]))
         torch.testing.assert_close(got, both(x, torch.tensor([1, 4])))
     assert "aten_bmm" in reports[0].texts["plan"]
+
+
+def test_grouped_products_of_decoded_tokens_read_each_matrix_in_its_place() -> None:
+    torch.manual_seed(0)
+    experts = Experts((N, K), False)
+    ends = torch.tensor([0, 1, 1, 1, 2, 2], dtype=torch.int32)
+
+    def forward(x: Tensor, ends: Tensor) -> Tensor:
+        return F.grouped_mm(x, experts.weight.mT.to(x.dtype), offs=ends).relu()
+
+    experts.forward = forward  # type: ignore[method-assign]
+    with report.recording() as reports, torch.no_grad():
+        x = torch.randn(2, K).bfloat16()
+        got = torch.compile(experts.bfloat16(), backend="nvidia_triton", options=OPTIONS)(x, ends)
+        exact = torch.einsum("sk,snk->sn", x.double(), experts.weight[[1, 4]].double()).relu()
+    torch.testing.assert_close(got.double(), exact, rtol=1e-2, atol=1e-2)
+    assert "grouped" not in reports[0].texts["plan"].partition("def run")[2] and reports[0].rules["product.gathered"] == 1
