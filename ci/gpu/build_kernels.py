@@ -62,7 +62,7 @@ def _meta(*shape: int, dtype: torch.dtype = _BF16) -> torch.Tensor:
 def _attention(dtype: torch.dtype, dim: int, mask: str, causal: bool, t: Target) -> None:
     if attention_ops.fits(t, dtype, dim):
         q, hides = _meta(4, 16, 4096, dim, dtype=dtype), _MASKS[mask](dtype)
-        attention_ops.attention(q, q, q, hides, causal, None, True, q.stride(), t.arch)
+        attention_ops.attention(q, q, q, hides, None, causal, None, True, q.stride(), t.arch)
 
 
 _MASKS: dict[str, Callable[[torch.dtype], torch.Tensor | None]] = {
@@ -88,7 +88,7 @@ def _short_sequence(dtype: torch.dtype, dim: int, keys: int, t: Target) -> None:
 def _few(dtype: torch.dtype, dim: int, mask: torch.dtype | None, t: Target) -> None:
     q, k = _meta(1, 32, 1, dim, dtype=dtype), _meta(1, 8, 1024, dim, dtype=dtype)
     hides = None if mask is None else _meta(1, 1, 1, 1024, dtype=mask)
-    decode_ops.attention_decode(q, k, k, hides, None, None, None, q.stride(), t.arch)
+    decode_ops.attention_decode(q, k, k, hides, None, None, None, None, q.stride(), t.arch)
 
 
 def _int8(rows: int, t: Target) -> None:

@@ -106,7 +106,7 @@ def measured(s: Shape) -> dict[str, Any]:
         except RuntimeError:  # this kernel does not support the shape
             torch.cuda.synchronize()
     arch = "sm_{}{}".format(*torch.cuda.get_device_capability())
-    row["ours"] = microseconds(lambda: attention_ops.attention(q, k, v, mask, s.causal, None, True, q.stride(), arch))
+    row["ours"] = microseconds(lambda: attention_ops.attention(q, k, v, mask, None, s.causal, None, True, q.stride(), arch))
     return row
 
 

@@ -92,19 +92,20 @@ def masked(
 
 @triton.jit
 def attention(
-    q_ptr, k_ptr, v_ptr, out_ptr, mask_ptr, h_ptr, w_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, mask_ptr, sink_ptr, h_ptr, w_ptr,
     scale, heads, group, queries, keys,
     q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, out_b, out_h, out_s,
-    mask_b, mask_h, mask_q, mask_k,
+    mask_b, mask_h, mask_q, mask_k, sink_b, sink_h, sink_q,
     h_n, h_y, h_x, h_k, w_n, w_y, w_x, w_k,
-    D: tl.constexpr, MASK: tl.constexpr, EACH: tl.constexpr, CAUSAL: tl.constexpr, ZERO: tl.constexpr,
+    D: tl.constexpr, MASK: tl.constexpr, EACH: tl.constexpr, SINK: tl.constexpr, CAUSAL: tl.constexpr, ZERO: tl.constexpr,
     BIAS: tl.constexpr, QW: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
     LEAST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """softmax(q k^T scale + mask or bias) v for BM queries of one head; a grid of (blocks of queries x heads).
 
     q [B, H, Q, D], k and v [B, H / group, K, D], out as q: dense in D, strides of the rest in elements. Scores,
-    sums and results are fp32 inside. A row that sees no key gives 0 where ZERO, else NaN.
+    sums and results are fp32 inside. A row that sees no key gives 0 where ZERO, else NaN. SINK: each row has one more score,
+    which has no value (Xiao et al., StreamingLLM, 2023, section 3.3).
 
     BIAS 1: keys in steps of one row of an image KW wide (KW <= BN), so rel_w stays in registers and rel_h is one number
     for a row of scores. BIAS 2: any KH, KW (KH + KW <= BR); the bias is the product of [rel_h, rel_w] and ones where a key
@@ -130,6 +131,10 @@ def attention(
     acc = tl.full([BM, BD], 0.0, tl.float32)
     total = tl.full([BM, 1], 0.0, tl.float32)
     top = tl.full([BM, 1], float("-inf"), tl.float32)
+    if SINK:
+        at = sink_ptr + b * sink_b + head.to(tl.int64) * sink_h + (first + rows).to(tl.int64) * sink_q
+        top = tl.load(at[:, None], mask=inside, other=0.0).to(tl.float32)
+        total = tl.where(top == float("-inf"), 0.0, 1.0)
     none = tl.full([BM, 1], 0.0, tl.float32)
     if BIAS > 0:
         y = (first + rows)[:, None] // QW

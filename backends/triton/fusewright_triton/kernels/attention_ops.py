@@ -83,12 +83,12 @@ def shared(how: Tiles, dtype: torch.dtype, dim: int, image: tuple[int, int] | No
 
 
 def constants(
-    how: Tiles, dtype: torch.dtype, dim: int, mask: int = 0, each: bool = False, causal: bool = False, zero: bool = True,
-    query_columns: int = 1, image: tuple[int, int] = (0, 0), precision: str = "ieee",
+    how: Tiles, dtype: torch.dtype, dim: int, mask: int = 0, each: bool = False, sink: bool = False, causal: bool = False,
+    zero: bool = True, query_columns: int = 1, image: tuple[int, int] = (0, 0), precision: str = "ieee",
 ) -> dict[str, Any]:  # fmt: skip
     """Return the kernel's compile-time arguments."""
     return {
-        "D": dim, "MASK": mask, "EACH": each, "CAUSAL": causal, "ZERO": zero, "BIAS": how.bias,
+        "D": dim, "MASK": mask, "EACH": each, "SINK": sink, "CAUSAL": causal, "ZERO": zero, "BIAS": how.bias,
         "QW": query_columns, "KH": image[0], "KW": image[1], "LEAST": torch.finfo(dtype).min,
         "BM": how.bm, "BN": how.bn, "BD": power_of_two(dim), "BR": power_of_two(sum(image)), "PRECISION": precision,
     }  # fmt: skip
@@ -108,10 +108,12 @@ def fits(t: Target, dtype: torch.dtype, dim: int, image: tuple[int, int] | None 
 
 
 def by_torch(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, is_causal: bool,
-    scale: float | None, zero: bool, stride: Sequence[int], target: str,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, sink: torch.Tensor | None,
+    is_causal: bool, scale: float | None, zero: bool, stride: Sequence[int], target: str,
 ) -> torch.Tensor:  # fmt: skip
     """Compute `attention` by torch's own kernels."""
+    if sink is not None:
+        return _placed(_with_sink(query, key, value, mask, sink, is_causal, _factor(query, scale)), stride)
     operands = query, key, value
     if mask is not None and mask.dtype not in (torch.bool, query.dtype):
         operands, mask = (
@@ -127,6 +129,19 @@ def by_torch(
     return _placed(out.to(query.dtype), stride)
 
 
+def _with_sink(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, sink: torch.Tensor, is_causal: bool, scale: float
+) -> torch.Tensor:
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+    scores = q @ k.mT * scale
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    if is_causal:
+        scores = scores.masked_fill(scores.new_ones(scores.shape[-2:], dtype=torch.bool).triu(1), -math.inf)
+    joined = torch.cat((scores, sink.to(scores.dtype).expand(*scores.shape[:-1], 1)), -1)
+    return (joined.softmax(-1)[..., :-1].to(v.dtype) @ v).to(q.dtype)
+
+
 def _placed(t: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
     """Return a tensor with these strides."""
     if t.stride() == tuple(stride):
@@ -136,13 +151,14 @@ def _placed(t: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
 
 @or_else(by_torch)
 def attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, is_causal: bool,
-    scale: float | None, zero: bool, stride: Sequence[int], target: str,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, sink: torch.Tensor | None,
+    is_causal: bool, scale: float | None, zero: bool, stride: Sequence[int], target: str,
 ) -> torch.Tensor:  # fmt: skip
     """Compute `scaled_dot_product_attention` without dropout, with these strides of the result.
 
     query [B, H, Q, D], key and value [B, Hk, K, D] of one dtype, H a multiple of Hk; mask is boolean or added, and broadcasts
-    to [B, H, Q, K]. A fully masked row is 0 with `zero`, as in torch's fused kernels, else NaN, as from a softmax.
+    to [B, H, Q, K]. A fully masked row is 0 with `zero`, as in torch's fused kernels, else NaN, as from a softmax. `sink`, which
+    broadcasts to [B, H, Q, 1], is one more score of each row, which has no value.
     """
     q, k, v = (_dense(t) for t in (query, key, value))
     batch, heads, queries, dim = q.shape
@@ -154,12 +170,14 @@ def attention(
     if mask is not None:
         kind, given = (2, mask.view(torch.uint8)) if mask.dtype == torch.bool else (1, mask)
         mask_strides = given.expand(batch, heads, queries, k.shape[2]).stride()
-    fixed = constants(how, q.dtype, dim, kind, mask_strides[2] != 0, is_causal, zero, precision=precision(t, q.dtype))
+    each, exact = mask_strides[2] != 0, precision(t, q.dtype)
+    fixed = constants(how, q.dtype, dim, kind, each, sink is not None, is_causal, zero, precision=exact)
     numbers = (_factor(q, scale), heads, heads // k.shape[1], queries, k.shape[2])
-    strides = (*_strides(q), *_strides(k), *_strides(v), *_strides(out), *mask_strides, *(0,) * 8)
+    also, sink_strides = sinks(sink, q)
+    strides = (*_strides(q), *_strides(k), *_strides(v), *_strides(out), *mask_strides, *sink_strides, *(0,) * 8)
     if out.numel():
         programs = -(-queries // how.bm) * batch * heads
-        _launch(t, programs, (q, k, v, out, given, q, q, *numbers, *strides), how, fixed)
+        _launch(t, programs, (q, k, v, out, given, also, q, q, *numbers, *strides), how, fixed)
     return out
 
 
@@ -173,7 +191,7 @@ def decomposed_by_torch(
     bias = (rel_h.float().unsqueeze(-1) + rel_w.float().unsqueeze(-2)).to(q.dtype)
     lengths = q.shape[2], k.shape[2]
     dense = by_torch(
-        q, k, v, bias.reshape(*q.shape[:2], *lengths), False, scale, False, q.contiguous().stride(), target
+        q, k, v, bias.reshape(*q.shape[:2], *lengths), None, False, scale, False, q.contiguous().stride(), target
     )
     return _placed(dense.squeeze(1) if flat else dense, stride)
 
@@ -198,11 +216,16 @@ def attention_decomposed(
     fixed = constants(how, q.dtype, dim, zero=False, query_columns=rel_h.shape[2], image=image, precision=exact)
     numbers = (_factor(q, scale), heads, 1, queries, k.shape[2])
     shaped = out.unsqueeze(1) if flat else out
-    strides = (*_strides(q), *_strides(k), *_strides(v), *_strides(shaped), *(0,) * 4, *rel_h.stride(), *rel_w.stride())
+    strides = (*_strides(q), *_strides(k), *_strides(v), *_strides(shaped), *(0,) * 7, *rel_h.stride(), *rel_w.stride())
     if out.numel():
         programs = -(-queries // how.bm) * batch * heads
-        _launch(t, programs, (q, k, v, out, q, rel_h, rel_w, *numbers, *strides), how, fixed)
+        _launch(t, programs, (q, k, v, out, q, q, rel_h, rel_w, *numbers, *strides), how, fixed)
     return out
+
+
+def sinks(sink: torch.Tensor | None, query: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """Return the tensor that a kernel reads sinks from, and its strides over batch, heads and queries."""
+    return (query, (0, 0, 0)) if sink is None else (sink, _strides(sink.expand(*query.shape[:3], 1)))
 
 
 def _dense(t: torch.Tensor) -> torch.Tensor:
@@ -223,7 +246,7 @@ def _meta(query: torch.Tensor, *args: Any) -> torch.Tensor:
 
 
 _TENSORS, _REST = "Tensor query, Tensor key, Tensor value, ", "int[] stride, str target) -> Tensor"
-operator(f"attention({_TENSORS}Tensor? mask, bool is_causal, float? scale, bool zero, {_REST}", attention, _meta)
+operator(f"attention({_TENSORS}Tensor? mask, Tensor? sink, bool is_causal, float? scale, bool zero, {_REST}", attention, _meta)
 operator(
     f"attention_decomposed({_TENSORS}Tensor rel_h, Tensor rel_w, float? scale, {_REST}", attention_decomposed, _meta
 )

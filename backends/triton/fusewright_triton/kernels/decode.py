@@ -81,10 +81,11 @@ def parts(
 
 @triton.jit
 def combined(
-    acc_ptr, top_ptr, total_ptr, out_ptr, kv_heads, group, queries, out_b, out_h, out_s,
-    SPLIT: tl.constexpr, BP: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
+    acc_ptr, top_ptr, total_ptr, sink_ptr, out_ptr, kv_heads, group, queries, sink_b, sink_h, sink_q, out_b, out_h, out_s,
+    SINK: tl.constexpr, SPLIT: tl.constexpr, BP: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """One query's result of its SPLIT parts. A row that sees no key is 0, as torch has it."""
+    """One query's result of its SPLIT parts. A row that sees no key is 0, as torch has it, but NaN behind a softmax with a SINK
+    (see `attention`) of -inf."""
     row = tl.program_id(0) % (group * queries)
     n = tl.program_id(0) // (group * queries)
     part = tl.arange(0, BP)
@@ -95,12 +96,19 @@ def combined(
     total = tl.load(total_ptr + at, mask=made, other=0.0)
     acc = tl.load(acc_ptr + at[None, :] * BD + dims[:, None], mask=made[None, :], other=0.0)
     most = fw.reduce_max(top, 0)
+    b = (n // kv_heads).to(tl.int64)
+    head = (n % kv_heads).to(tl.int64) * group + row // queries
+    if SINK:
+        at = sink_ptr + b * sink_b + head * sink_h + (row % queries) * sink_q
+        sink = tl.load(at + tl.arange(0, 1)).to(tl.float32)
+        most = fw.maximum(most, sink)
     base = tl.where(most == float("-inf"), 0.0, most)
     weight = tl.exp2((top - base) * 1.4426950408889634)
     whole = fw.reduce_sum(total * weight, 0)
-    whole = tl.where(whole == 0.0, 1.0, whole)
+    if SINK:
+        whole += tl.exp2((sink - base) * 1.4426950408889634)
+    else:
+        whole = tl.where(whole == 0.0, 1.0, whole)
     out = fw.reduce_sum(acc * weight[None, :], 1) / whole
-    b = (n // kv_heads).to(tl.int64)
-    head = (n % kv_heads).to(tl.int64) * group + row // queries
     to = out_ptr + b * out_b + head * out_h + (row % queries) * out_s + dims[:, None]
     tl.store(to, out.to(out_ptr.dtype.element_ty), mask=(dims < D)[:, None])

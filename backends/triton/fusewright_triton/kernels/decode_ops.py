@@ -48,26 +48,26 @@ def parts(batches: int, keys: int, units: int, step: int) -> tuple[int, int]:
 
 
 def by_torch(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, cos: torch.Tensor | None,
-    sin: torch.Tensor | None, scale: float | None, stride: Sequence[int], target: str,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, sink: torch.Tensor | None,
+    cos: torch.Tensor | None, sin: torch.Tensor | None, scale: float | None, stride: Sequence[int], target: str,
 ) -> torch.Tensor:  # fmt: skip
     """Compute `attention_decode` by torch's own kernels."""
     if cos is not None and sin is not None:
         first, second = query.chunk(2, -1)
         query = query * cos + torch.cat((-second, first), -1) * sin
-    return attention_ops.by_torch(query, key, value, mask, False, scale, True, stride, target)
+    return attention_ops.by_torch(query, key, value, mask, sink, False, scale, True, stride, target)
 
 
 @or_else(by_torch)
 def attention_decode(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, cos: torch.Tensor | None,
-    sin: torch.Tensor | None, scale: float | None, stride: Sequence[int], target: str,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, sink: torch.Tensor | None,
+    cos: torch.Tensor | None, sin: torch.Tensor | None, scale: float | None, stride: Sequence[int], target: str,
 ) -> torch.Tensor:  # fmt: skip
     """Compute `scaled_dot_product_attention` without dropout, with these strides of the result.
 
     query [B, H, Q, D], key and value [B, Hk, K, D] of one dtype, H a multiple of Hk, H / Hk * Q at most MOST_ROWS; mask is
-    boolean or added, and broadcasts to [B, H, Q, K]. A fully masked row is 0. With cos and sin, which broadcast to the queries,
-    rotary embeddings are applied first (see `rotary`).
+    boolean or added, and broadcasts to [B, H, Q, K]. A fully masked row is 0. `sink`: see `attention`. With cos
+    and sin, which broadcast to the queries, rotary embeddings are applied first (see `rotary`).
     """
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
     (batch, heads, queries, dim), (kv_heads, keys) = q.shape, k.shape[1:3]
@@ -96,8 +96,10 @@ def attention_decode(
         **shape, "CHUNK": chunk, "MASK": kind, "ROTARY": cos is not None, "BN": step, "PRECISION": "ieee"
     }, num_warps=warps_of(t))  # fmt: skip
     held = max(2, 1 << (split - 1).bit_length())
-    COMBINED.launch(t, n * group * queries, (acc, top, total, out, kv_heads, group, queries, *out.stride()[:3]), {
-        **shape, "BP": held
+    also, sink_strides = attention_ops.sinks(sink, q)
+    combined: tuple[Any, ...] = (acc, top, total, also, out, kv_heads, group, queries, *sink_strides, *out.stride()[:3])
+    COMBINED.launch(t, n * group * queries, combined, {
+        **shape, "SINK": sink is not None, "BP": held
     }, num_warps=warps_of(t))  # fmt: skip
     return out
 
@@ -107,8 +109,8 @@ def _meta(query: torch.Tensor, *args: Any) -> torch.Tensor:
 
 
 operator(
-    "attention_decode(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? cos, Tensor? sin, float? scale, "
-    "int[] stride, str target) -> Tensor",
+    "attention_decode(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? sink, Tensor? cos, Tensor? sin, "
+    "float? scale, int[] stride, str target) -> Tensor",
     attention_decode,
     _meta,
 )

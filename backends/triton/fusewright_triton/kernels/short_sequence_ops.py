@@ -67,7 +67,7 @@ def attention_short_sequence(
 def _in_steps(
     t: Target, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None, stride: Sequence[int]
 ) -> torch.Tensor:
-    return attention(query, key, value, None, False, scale, True, stride, t.arch)
+    return attention(query, key, value, None, None, False, scale, True, stride, t.arch)
 
 
 # Gluon's API still changes: another Triton may need other code.

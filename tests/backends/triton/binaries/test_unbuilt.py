@@ -65,7 +65,7 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 def attention(mask: torch.Tensor | None, zero: bool, causal: bool = False, dtype: torch.dtype = torch.float32) -> Any:
     q, (k, v) = randn(2, 4, 9, 16, dtype=dtype), randn(2, 2, 2, 11, 16, dtype=dtype)
     stride = (9 * 4 * 16, 16, 4 * 16, 1)  # queries before heads, as the next product reads them
-    return lambda: attention_ops.attention(q, k, v, mask, causal, 0.3, zero, stride, ARCH)
+    return lambda: attention_ops.attention(q, k, v, mask, None, causal, 0.3, zero, stride, ARCH)
 
 
 def hidden() -> torch.Tensor:
@@ -93,7 +93,7 @@ def positions(flat: bool) -> Callable[[], torch.Tensor]:
 def few(rotary: bool, mask: torch.Tensor | None) -> Callable[[], torch.Tensor]:
     q, (k, v) = randn(2, 4, 1, 16), randn(2, 2, 2, 70, 16)
     cos, sin = randn(2, 2, 1, 1, 16) if rotary else (None, None)
-    return lambda: decode_ops.attention_decode(q, k, v, mask, cos, sin, None, q.stride(), ARCH)
+    return lambda: decode_ops.attention_decode(q, k, v, mask, None, cos, sin, None, q.stride(), ARCH)
 
 
 def int8(rows: int, columns: int, inner: int) -> tuple[torch.Tensor, torch.Tensor]:

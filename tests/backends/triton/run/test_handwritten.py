@@ -76,14 +76,15 @@ CALLS: dict[str, Callable[[str], Any]] = {
         torch.ones(70, 40, dtype=BF16, device=device), torch.ones(33, 40, dtype=BF16, device=device), None, "gelu", "sm_90"
     ),
     "attention": lambda device: attention_ops.attention(
-        *[torch.ones(2, 2, 8, 16, device=device)] * 3, torch.ones(2, 1, 1, 8, dtype=torch.bool, device=device), False, None, True,
+        *[torch.ones(2, 2, 8, 16, device=device)] * 3, torch.ones(2, 1, 1, 8, dtype=torch.bool, device=device), None, False, None,
+        True,
         (256, 128, 16, 1), "sm_90",
     ),
     "positions": lambda device: attention_ops.attention_decomposed(
         *[torch.ones(2, 2, 4, 16, device=device)] * 3, *[torch.ones(4, 2, 2, 2, device=device)] * 2, None, (128, 64, 16, 1), "sm_90"
     ),
     "few": lambda device: decode_ops.attention_decode(
-        torch.ones(1, 4, 1, 16, device=device), *[torch.ones(1, 2, 80, 16, device=device)] * 2, *[None] * 4, (64, 16, 16, 1),
+        torch.ones(1, 4, 1, 16, device=device), *[torch.ones(1, 2, 80, 16, device=device)] * 2, *[None] * 5, (64, 16, 16, 1),
         "sm_90",
     ),
     "int8": lambda device: int8_ops.int8_linear(

@@ -59,7 +59,7 @@ def _measured(run: Callable[..., Any], specs: Sequence[TensorSpec], scale: float
 
     def repeated() -> None:
         for _ in range(REPEATS):
-            run(q, k, k, mask[0] if mask else None, None, None, scale, stride, arch)
+            run(q, k, k, mask[0] if mask else None, None, None, None, scale, stride, arch)
         torch.cuda.synchronize(q.device)
 
     return repeated
@@ -70,7 +70,7 @@ def _write(m: Match, c: Calls) -> None:
     query = rotation.source if rotation else op.arg("query")
     angles = (rotation.cos, rotation.sin) if rotation else (None, None)
     q, k, v, mask, cos, sin = (c.b.any_strides(x) for x in (query, m["key"], m["value"], op.arg("attn_mask"), *angles))
-    given = (q, k, v, mask, cos, sin, op.arg("scale"), spec_of(op.out).stride, c.ctx.device.arch)
+    given = (q, k, v, mask, None, cos, sin, op.arg("scale"), spec_of(op.out).stride, c.ctx.device.arch)
     c.b.call(kernel.OPERATOR, *given, out=op.out, op=op)
 
 

@@ -126,7 +126,7 @@ def _masked(m: Match, c: Calls) -> None:
     op = m.anchor
     q, k, v, mask = (c.b.any_strides(op.arg(n)) for n in ("query", "key", "value", "attn_mask"))
     stride, arch = spec_of(op.out).stride, c.ctx.device.arch
-    c.b.call(kernel.ATTENTION, q, k, v, mask, False, op.arg("scale"), True, stride, arch, out=op.out, op=op)
+    c.b.call(kernel.ATTENTION, q, k, v, mask, None, False, op.arg("scale"), True, stride, arch, out=op.out, op=op)
 
 
 def _with_dense_mask(m: Match, c: Calls) -> None:
@@ -183,7 +183,7 @@ def _ours(specs: Sequence[TensorSpec], scale: float | None, stride: Any, arch: s
 
     def run() -> None:
         for _ in range(REPEATS):
-            kernel.attention(q, k, v, mask, False, scale, True, stride, arch)
+            kernel.attention(q, k, v, mask, None, False, scale, True, stride, arch)
         torch.cuda.synchronize(q.device)
 
     return run

@@ -10,12 +10,13 @@ import torch
 
 from fusewright.interface import OpView, Value
 from fusewright.plan.ir import Ref
-from fusewright.toolkit.region.attention import RESHAPES
+from fusewright.toolkit.region.attention import RESHAPES, unrepeated
 from fusewright.toolkit.region.graph import spec_of
-from fusewright.toolkit.region.pattern import Match, chain, many, one
+from fusewright.toolkit.region.pattern import Match, chain, many, maybe, one
 from fusewright.toolkit.region.rewrite import Row
 from fusewright_triton.kernels import attention_ops as kernel
-from fusewright_triton.select.attention import decomposed_bias
+from fusewright_triton.kernels import decode_ops as decode
+from fusewright_triton.select.attention import decomposed_bias, sinks
 from fusewright_triton.select.attention.decomposed_bias import (
     Shape,
     Sum,
@@ -44,7 +45,8 @@ class Spelled:
     """weights = softmax(query [N, Q, D] @ key [N, D, K] * scale + terms); `product` = weights @ value [N, K, D].
 
     `terms` are summands with the shapes that they are broadcast to, `scores` the shape of the product of queries and keys.
-    `hidden` marks scores set to -inf. `ops` compute all of it; their intermediate values have no other reader.
+    `hidden` marks scores set to -inf, `sink` is one more score of each row, which has no value. `ops` compute all of it; their
+    intermediate values have no other reader.
     """
 
     product: OpView
@@ -55,6 +57,7 @@ class Spelled:
     terms: list[tuple[Value, Shape]]
     scores: Shape
     hidden: Value | None
+    sink: Value | None
     ops: list[OpView]
 
 
@@ -72,7 +75,8 @@ def _spelled(m: Match, c: Calls) -> Spelled | None:
     product, ops = m.last, list(m.ops)
     if c.graph.phase != "infer":
         return None
-    scores, hidden = _unhidden(_uncast(m.anchor.arg("self"), c, ops), c, ops)
+    scores, sink = sinks.without_sink(_uncast(m.anchor.arg("self"), c, ops), c, ops)
+    scores, hidden = _unhidden(scores, c, ops)
     found = decomposed_bias.summands(scores, c, Sum())
     for k, (term, frame) in enumerate(found.terms):
         mine: list[OpView] = []
@@ -89,14 +93,15 @@ def _spelled(m: Match, c: Calls) -> Spelled | None:
         if not same or not spec_of(query).dtype == spec_of(key).dtype == spec_of(value).dtype:
             return None
         rest = [*found.terms[:k], *found.terms[k + 1 :]]
-        return Spelled(product, query, key, value, before * after, rest, frame, hidden, [*ops, *found.ops, *mine, scored])
+        ops += [*found.ops, *mine, scored]
+        return Spelled(product, query, key, value, before * after, rest, frame, hidden, sink, ops)
     return None
 
 
 def _of_positions(m: Match, c: Calls) -> Match | None:
     """Match a bias decomposed into rows and columns of keys."""
     s = _spelled(m, c)
-    if s is None or s.hidden:
+    if s is None or s.hidden or s.sink:
         return None
     heads, queries, _ = shape_of(s.query)
     bias = decomposed_bias.positions(s.terms, heads, queries, shape_of(s.value)[1])
@@ -117,11 +122,32 @@ def _of_mask(m: Match, c: Calls) -> Match | None:
     lead = _lead(s, heads, queries, shape_of(s.value)[1])
     if lead is None or q.dtype not in HALF or not decomposed_bias.fits(q, c):
         return None
+    if s.sink is not None and (len(lead) != 2 or shape_of(s.sink) != (*lead, queries, 1)):
+        return None
     moves = [_split(x, lead, c) for x in (s.query, s.key, s.value)]
+    operands = [value for value, _ in moves]
+    shared, between = _unrepeated(operands[1], operands[2], c)
     result = result_of(s.product.out, c)
     where = Heads(None, result if result is not None and result.lead == lead else None, lead, ())
-    ops = (*s.ops, *(op for _, ops in moves for op in ops), *(where.result.ops if where.result else ()))
-    return replace(m, ops=ops, at=s.product).with_ops(spelled=s, heads=where, operands=[value for value, _ in moves])
+    ops = (*s.ops, *(op for _, ops in moves for op in ops), *between, *(where.result.ops if where.result else ()))
+    return replace(m, ops=ops, at=s.product).with_ops(spelled=s, heads=where, operands=operands, shared=shared)
+
+
+def _unrepeated(key: Value, value: Value, c: Calls) -> tuple[tuple[Value, Value] | None, list[OpView]]:
+    """Return keys and values [B, Hk, K, D] of which [B, H, D, K] and [B, H, K, D] are copies with every head repeated, and the ops
+    in between that nobody else needs."""
+    ops: list[OpView] = []
+    made = made_for_one(through(key, c, ops), c)
+    if made is None or made.op != "transpose" or len(shape_of(key)) != 4 or shape_of(made.out) != shape_of(key):
+        return None, []
+    if {made.arg("dim0") % 4, made.arg("dim1") % 4} != {2, 3}:
+        return None, []
+    ops.append(made)
+    repeated = next(made.inputs())
+    found = unrepeated(repeated, c.graph, ops), unrepeated(value, c.graph, ops)
+    if found == (repeated, value) or shape_of(found[0]) != shape_of(found[1]):
+        return None, []
+    return found, ops
 
 
 def _same_matrices(a: Value, b: Value) -> bool:
@@ -195,12 +221,32 @@ def _split(value: Value, lead: Shape, c: Calls) -> tuple[Value, list[OpView]]:
 
 def _with_mask(m: Match, c: Calls) -> None:
     s, where = m["spelled"], m["heads"]
-    q, k, v = (_four(x, where.lead, c) for x in m["operands"])
-    k = view(c, "aten::transpose.int", k, -2, -1)
+    q, k, v = _operands(m, c)
     mask, given = _mask(s, c)
     if given is not None and len(s.terms[0][1] if s.terms else s.scores) == len(shape_of(given)) == 3:
         mask = view(c, "aten::unsqueeze.default", mask, 1)
-    where.write(s.product, kernel.ATTENTION, [q, k, v, mask, False, s.scale, False], c)
+    sink = None if s.sink is None else c.b.any_strides(s.sink)
+    if s.sink is not None and m["shared"] is not None and _few(m["shared"][0], s.query, where, c):
+        where.write(s.product, decode.OPERATOR, [q, k, v, mask, sink, None, None, s.scale], c)
+    else:
+        where.write(s.product, kernel.ATTENTION, [q, k, v, mask, sink, False, s.scale, False], c)
+
+
+def _operands(m: Match, c: Calls) -> tuple[Ref | None, Ref | None, Ref | None]:
+    """Return query, key and value with dims for batch, heads, rows and elements."""
+    lead = m["heads"].lead
+    q, k, v = m["operands"]
+    if m["shared"] is not None:
+        key, value = m["shared"]
+        return _four(q, lead, c), c.b.any_strides(key), c.b.any_strides(value)
+    return _four(q, lead, c), view(c, "aten::transpose.int", _four(k, lead, c), -2, -1), _four(v, lead, c)
+
+
+def _few(key: Value, query: Value, where: Heads, c: Calls) -> bool:
+    """Return whether there are few queries for each head of many keys, as in decoding."""
+    assert where.lead is not None
+    rows = where.lead[1] // shape_of(key)[1] * shape_of(query)[-2]
+    return rows <= decode.MOST_ROWS and shape_of(key)[2] >= c.target.bounds.decode_keys
 
 
 def _mask(s: Spelled, c: Calls) -> tuple[Ref | None, Value | None]:
@@ -218,7 +264,7 @@ def _four(value: Value, lead: Shape, c: Calls) -> Ref | None:
     return view(c, "aten::view.default", ref, (*lead, *shape_of(value)[-2:]))
 
 
-_SOFTMAX = chain("softmax", many(_MOVES | {"cast"}, _whole_matrices), one("bmm", _weighs))
+_SOFTMAX = chain("softmax", maybe("slice", sinks.drops_last), many(_MOVES | {"cast"}, _whole_matrices), one("bmm", _weighs))
 
 ROWS = (
     Row(

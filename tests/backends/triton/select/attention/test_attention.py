@@ -44,7 +44,7 @@ def qkv(dtype: str, batch: int, heads: int, queries: int, keys: int, dim: int, k
 def run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, **how: Any) -> Tensor:
     causal, scale, zero = how.get("causal", False), how.get("scale"), how.get("zero", True)
     stride = torch.empty_like(q).stride()
-    return kernel.attention(q, k, v, mask, causal, scale, zero, stride, how.get("target", "sm_90"))
+    return kernel.attention(q, k, v, mask, how.get("sink"), causal, scale, zero, stride, how.get("target", "sm_90"))
 
 
 # ---------------------------------------------------------------- the kernel

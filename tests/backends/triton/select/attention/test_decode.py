@@ -62,7 +62,7 @@ def test_against_fp64(
     wide = m.double() if m is not None and m.is_floating_point() else m
     exact = scaled_dot_product_attention(q.double(), k.double(), v.double(), wide, scale=scale, enable_gqa=True)
     eager = scaled_dot_product_attention(q, k, v, m, scale=scale, enable_gqa=True)
-    ours = kernel.attention_decode(q, k, v, m, None, None, scale, q.stride(), "sm_90")
+    ours = kernel.attention_decode(q, k, v, m, None, None, None, scale, q.stride(), "sm_90")
     assert ours.stride() == q.stride()
     scores = q.double() @ k.double().repeat_interleave(group, 1).mT * (scale or dim**-0.5)
     assert right(ours, eager, exact, float(scores.abs().max()))
@@ -73,7 +73,7 @@ def test_a_query_that_sees_no_key_gives_zeros_and_nan_passes_through() -> None:
     mask = torch.ones(1, 1, 2, 100, dtype=torch.bool)
     mask[:, :, 1] = False
     q[0, 1, 0, 3] = torch.nan
-    ours = kernel.attention_decode(q, k, v, mask, None, None, None, q.stride(), "sm_90")
+    ours = kernel.attention_decode(q, k, v, mask, None, None, None, None, q.stride(), "sm_90")
     eager = scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
     torch.testing.assert_close(ours, eager, equal_nan=True)
     assert (ours[:, :, 1] == 0).all() and ours[0, 1, 0].isnan().all()
