@@ -17,6 +17,7 @@ from fusewright.graph.fills import host_scalars, number_fills, size_fills
 from fusewright.graph.refused import refusal
 from fusewright.interface import HOST
 from fusewright.ops.core import unbind
+from fusewright.ops.states import stated
 from fusewright.ops.strides import RULES
 
 
@@ -28,7 +29,7 @@ def canonicalize(graph: Graph) -> list[str]:
     disagreements = []
     foreach.single(graph)
     foreach.products_and_sums(graph)
-    _needless_states(graph)
+    _own_states(graph)
     _flat_results(graph)
     host_scalars(graph)
     size_fills(graph)
@@ -56,16 +57,25 @@ def canonicalize(graph: Graph) -> list[str]:
     return disagreements
 
 
-def _needless_states(graph: Graph) -> None:
-    """Call what draws nothing (an attention without dropout) without a state of random numbers: torch's checkpoints give one to
-    every operator that could draw, which keeps a graph from being replayed."""
+def _own_states(graph: Graph) -> None:
+    """Give calls with states of random numbers their traced values, which torch's checkpoints leave out. Where nothing is drawn (in
+    an attention without dropout) the state is needless, and takes time in each replay."""
     for node in graph.nodes:
-        if not compat.is_higher_order(node.target) or node.target.name() != "graphsafe_run_with_rng_state":
+        found = stated(node)
+        if found is None:
             continue
-        (target, *args), kwargs = node.args, {k: v for k, v in node.kwargs.items() if k != "rng_state"}
-        if not ops.call_draws(target, args, kwargs):
-            node.target, node.args, node.kwargs = target, tuple(args), kwargs
-            node.meta["val"] = retrace.infer(node)
+        node.meta["val"] = _traced(node, len(found.operator._schema.returns))
+        if not ops.call_draws(found.operator, found.args, found.kwargs):
+            node.target, node.args, node.kwargs = found.operator, found.args, found.kwargs
+
+
+def _traced(node: Node, results: int) -> Any:
+    """The value of a call: computed, or where that would assume sizes what its readers tell of several results."""
+    try:
+        return retrace.infer(node)
+    except compat.SizesAssumed:
+        read = {u.args[1]: retrace.value_of(u) for u in node.users if u.target is operator.getitem}
+        return tuple(map(read.get, range(results))) if results > 1 else None
 
 
 def _flat_results(graph: Graph) -> None:

@@ -12,6 +12,7 @@ from fusewright import _torch_compat as compat
 from fusewright import machine, ops
 from fusewright.graph.view import is_op, is_projection
 from fusewright.ops import namespaces
+from fusewright.ops.states import stated
 
 
 def writes(node: Node) -> bool:
@@ -21,7 +22,7 @@ def writes(node: Node) -> bool:
 
 def draws(node: Node) -> bool:
     """Whether the node draws random numbers; attention or dropout with probability 0 does not."""
-    return is_op(node) and ops.call_draws(node.target, node.args, node.kwargs)
+    return stated(node) is not None or (is_op(node) and ops.call_draws(node.target, node.args, node.kwargs))
 
 
 def asserts(node: Node) -> bool:
@@ -57,6 +58,8 @@ def communicates(node: Node) -> bool:
     the other processes cannot know."""
     if is_op(node):
         return namespaces.communicates(node.target.namespace)  # type: ignore[union-attr]
+    if (found := stated(node)) is not None:
+        return namespaces.communicates(found.operator.namespace)
     known = getattr(node.target, "__module__", "") in ("_operator", "operator", "math", "builtins")
     return node.op == "call_function" and not known and machine.several_processes()
 
@@ -67,12 +70,13 @@ def has_collectives(graph: Graph) -> bool:
 
 
 def held_in_order(graph: Graph) -> dict[Node, Node]:
-    """Map nodes to the previous node of their kind that they must follow without reading it: ops that draw random numbers, and
-    collectives."""
+    """Map nodes to the previous node of their kind that they must follow without reading it: ops that draw random numbers from one
+    generator, and collectives."""
     before: dict[Node, Node] = {}
-    last: dict[str, Node] = {}
+    last: dict[object, Node] = {}
     for node in graph.nodes:
-        kind = "draws" if draws(node) else "communicates" if communicates(node) else ""
+        own = stated(node)
+        kind = own.generator if own is not None else "draws" if draws(node) else "communicates" if communicates(node) else ""
         if kind:
             if kind in last:
                 before[node] = last[kind]
@@ -81,8 +85,9 @@ def held_in_order(graph: Graph) -> dict[Node, Node]:
 
 
 def drop_dead_code(graph: Graph) -> None:
-    """Erase nodes that nobody reads and that have no effect, including on other processes."""
-    compat.drop_dead_code(graph, lambda n: asserts(n) or communicates(n))
+    """Erase nodes that nobody reads and that have no effect, including on other processes, and on generators: forward's and
+    backward's have to advance alike."""
+    compat.drop_dead_code(graph, lambda n: asserts(n) or communicates(n) or stated(n) is not None)
 
 
 def has_writes(graph: Graph) -> bool:

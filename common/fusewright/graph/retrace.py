@@ -15,6 +15,7 @@ from fusewright import ops
 from fusewright.graph.effects import names_sizes
 from fusewright.graph.spec import contiguous_strides, size, tensor_spec, value_of
 from fusewright.ops import strides
+from fusewright.ops.states import Stated, stated
 
 __all__ = ["alike", "called", "downstream", "fake_like", "infer", "mend", "mend_item", "same_kind", "value_of", "viewable"]
 
@@ -170,14 +171,16 @@ def _sized(before: Any, after: Any) -> Any:
 
 def infer(node: Node) -> Any:
     """Compute a node's result from the metadata of its inputs; `SizesAssumed` if it depends on more than what is known of sizes."""
-    args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), value_of)
-    if node.target is operator.getitem:
+    call = stated(node) or node
+    target: Any = call.operator if isinstance(call, Stated) else node.target
+    args, kwargs = torch.fx.node.map_arg((call.args, dict(call.kwargs)), value_of)
+    if target is operator.getitem:
         return operator.getitem(*args)
     fakes = [value_of(n) for n in node.all_input_nodes if isinstance(value_of(n), torch.Tensor)]
     with _settled(fakes[0] if fakes else None):
-        val = node.target(*args, **kwargs)  # type: ignore[operator]
-        row = ops.find(node.target) if compat.is_overload(node.target) else None
-        row = row if row is not None and row.target is node.target else None
+        val = target(*args, **kwargs)
+        row = ops.find(target) if compat.is_overload(target) else None
+        row = row if row is not None and row.target is target else None
         return as_eager(row, args, kwargs, typed(row, args, kwargs, val))
 
 

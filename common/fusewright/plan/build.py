@@ -16,6 +16,7 @@ from fusewright.graph import constants
 from fusewright.graph.effects import asserts, held_in_order, overload_may_share, writes
 from fusewright.graph.view import GraphIndex, is_op, is_projection, qualified_name, source_line
 from fusewright.interface import Compiled, DevicePolicy, Fragment, OpView, Region, TensorSpec, Value
+from fusewright.ops.states import stated
 from fusewright.plan.arithmetic import PYTHON
 from fusewright.plan.ir import Call, CallPython, Instruction, Launch, Ref, reads, refs
 from fusewright.plan.labels import Origin
@@ -112,20 +113,21 @@ def to_refs(index: GraphIndex, arg: Any) -> Any:
 
 
 def aten_call(index: GraphIndex, node: Node) -> Call:
-    """The instruction that runs an op node exactly as eager does. Trailing defaults are left out, which is faster to parse."""
-    target: Any = concrete(node.target, node.args)
-    args = list(node.args)
+    """The instruction that runs an op node exactly as eager does."""
+    return replace(_call(index, node, node.target, node.args, node.kwargs), op_id=index.op_id(node))
+
+
+def _call(index: GraphIndex, node: Node, operator: Any, given: Sequence[Any], named: Mapping[str, Any]) -> Call:
+    """The call of an operator that makes the values of a node. Trailing defaults are left out, which is faster to parse."""
+    target, args = concrete(operator, given), list(given)
     formals = target._schema.arguments
     while args and _is_default(formals[len(args) - 1], args[-1]):
         args.pop()
     required = {f.name for f in formals if not f.has_default_value()}
     outs = index.values(node)
     packed = isinstance(node.meta.get("val"), tuple | list)
-    kwargs = tuple((k, to_refs(index, v)) for k, v in node.kwargs.items() if v is not None or k in required)
-    return Call(
-        qualified_name(target), to_refs(index, tuple(args)), tuple(v.id for v in outs), kwargs,
-        packed=packed, op_id=index.op_id(node),
-    )  # fmt: skip
+    kwargs = tuple((k, to_refs(index, v)) for k, v in named.items() if v is not None or k in required)
+    return Call(qualified_name(target), to_refs(index, tuple(args)), tuple(v.id for v in outs), kwargs, packed=packed)
 
 
 def call_of(op: OpView) -> Call:
@@ -191,6 +193,9 @@ def _python_call(index: GraphIndex, node: Node) -> Instruction:
     """The instruction for a node that is not a torch operator: size arithmetic, or a higher-order op that eager runs."""
     outs = tuple(v.id for v in index.values(node))
     target: Any = node.target
+    if (found := stated(node)) is not None:
+        call = _call(index, node, found.operator, found.args, found.kwargs)
+        return replace(call, generator=to_refs(index, found.generator))
     module = {"_operator": "operator", "operator": "operator", "math": "math", "builtins": "builtins"}.get(
         getattr(target, "__module__", ""), ""
     )
@@ -352,6 +357,12 @@ def escaping(flat: Sequence[Instruction], outputs: tuple[Any, ...]) -> set[int]:
         if escapes & set(i.outs):
             escapes.update(shared_by(i))
     return escapes
+
+
+def generators(plan: Plan) -> frozenset[int]:
+    """Ids of the inputs that calls draw random numbers from."""
+    calls = (i for i in plan.instructions if isinstance(i, Call))
+    return frozenset(i.generator.id for i in calls if i.generator is not None)
 
 
 def written_values(plan: Plan) -> set[int]:

@@ -41,6 +41,8 @@ class Call:
     """With several outs, whether the op returns a tuple; with one out, the value itself is taken."""
     op_id: int | None = None
     """The op of the graph that this instruction implements, for reports."""
+    generator: Ref | None = None
+    """What it draws random numbers from, an input of the plan; default: the device's own generator."""
 
 
 DIRECT: dict[str, Callable[[], Callable[..., Any]]] = {}
@@ -170,6 +172,7 @@ def reads(i: Instruction) -> list[int]:
         case Call():
             _collect(i.args, found)
             _collect((v for _, v in i.kwargs), found)
+            _collect((i.generator,), found)
         case Launch():
             for given in (i.inputs, i.sizes, i.scalars):
                 _collect(given, found)

@@ -17,7 +17,7 @@ from fusewright import ops
 from fusewright.errors import BackendContractError
 from fusewright.forms.spec import FormError, Pass, Rule, Spec
 from fusewright.interface import Fragment, OpView, Region, TensorSpec
-from fusewright.plan.build import Plan, may_alias, operator_of, written_by
+from fusewright.plan.build import Plan, generators, may_alias, operator_of, written_by
 from fusewright.plan.ir import Call, CallPython, Instruction, Launch, Ref, reads, refs
 from fusewright.plan.memory import Placement, place, roots_of, storage_bytes
 from fusewright.sizes.expr import Atom, SizeExpr, SizeOf, leaves
@@ -318,6 +318,18 @@ def _interface(p: PlanFacts) -> Iterator[str]:
             yield f"prepare: %{v} is not made there"
 
 
+def _generators(p: PlanFacts) -> Iterator[str]:
+    given = generators(p.plan)
+    for v in sorted(given):
+        if v not in p.plan.inputs or v in p.plan.specs or v in p.plan.scalars:
+            yield f"%{v} is no generator, but drawn from"
+    for k, i in enumerate(p.plan.instructions):
+        others = reads(replace(i, generator=None) if isinstance(i, Call) else i)
+        yield from (f"{_name(k, i)} reads the generator %{v}" for v in sorted(given.intersection(others)))
+    if any(isinstance(i, Call) and i.generator is not None for i in p.plan.prepare):
+        yield "prepare: a call draws from a generator"
+
+
 def _repeatable(p: PlanFacts) -> Iterator[str]:
     for k, i in enumerate(p.plan.prepare):
         if isinstance(i, CallPython):
@@ -338,6 +350,7 @@ def _in_both(rule: Rule[Facts]) -> Rule[PlanFacts]:
 
 PLAN_RULES: tuple[Rule[PlanFacts], ...] = (
     Rule("interface", "each input is one value, and what is prepared is made of constant inputs", _interface),
+    Rule("generators", "calls draw from inputs that are no tensors, and that are read for nothing else", _generators),
     Rule("repeatable", "what is prepared is the same each time", _repeatable),
     *map(_in_both, LIST_RULES),
 )

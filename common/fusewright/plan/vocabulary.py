@@ -244,7 +244,9 @@ def _call_problems(i: Call, words: Words) -> Iterator[str]:
         yield f"{i.target} takes {len(names)} arguments, not {len(i.args)}"
     if not isinstance(i.packed, bool) or not isinstance(i.prepare, bool):
         yield f"{i.target}: a flag that is none"
-    for a in (*i.args, *(v for _, v in i.kwargs)):
+    if not isinstance(i.generator, Ref | None):
+        yield f"{i.target}: {i.generator!r} is no generator"
+    for a in (*i.args, *(v for _, v in i.kwargs), i.generator):
         yield from _argument_problems(a)
 
 

@@ -19,6 +19,7 @@ from fusewright.errors import counted, printable
 from fusewright.graph.origin import first_trace, origin
 from fusewright.graph.view import is_op, qualified_name
 from fusewright.interface import Backend, KernelCode, Phase
+from fusewright.ops.states import stated
 from fusewright.plan import serial, verify, vocabulary
 from fusewright.plan.build import Plan, attribute
 from fusewright.plan.execute import codegen
@@ -57,11 +58,20 @@ def slot(backend: Backend, options: Options, gm: GraphModule, phase: Phase, cons
     returned = output.args[0]
     return Slot(
         key_of(backend, options, gm, phase, const, serial.FORMAT),
-        vocabulary.Words(frozenset(qualified_name(n.target) for n in graph.nodes if is_op(n)), backend.namespaces),
+        vocabulary.Words(frozenset(_operators(graph)), backend.namespaces),
         frozenset(str(n.target) for n in graph.find_nodes(op="get_attr")),
         len(graph.find_nodes(op="placeholder")),
         len(returned) if isinstance(returned, tuple | list) else 1,
     )
+
+
+def _operators(graph: Graph) -> Iterator[str]:
+    """The operators that a graph calls."""
+    for n in graph.nodes:
+        if is_op(n):
+            yield qualified_name(n.target)
+        elif (found := stated(n)) is not None:
+            yield qualified_name(found.operator)
 
 
 Finish = Callable[[Plan, Mapping[str, KernelCode], Run], Run]

@@ -14,6 +14,7 @@ from torch.profiler import record_function
 from fusewright import _torch_compat as compat
 from fusewright.errors import sized, without_memory
 from fusewright.interface import HOST, Dim, KernelCode, Size
+from fusewright.ops.states import draw
 from fusewright.plan import native
 from fusewright.plan.build import Plan, operator_of
 from fusewright.plan.execute.firstrun import Check
@@ -95,7 +96,10 @@ def _call(i: Call | CallPython, names: Names) -> str:
     else:
         left += "," if i.packed and len(i.outs) == 1 else ""
         args = [names.literal(a) for a in i.args] + [f"{keyword(k)}={names.literal(v)}" for k, v in i.kwargs]
-        text = f"{names.function(i.target)}({', '.join(args)})"
+        called = names.function(i.target)
+        if i.generator is not None:
+            args, called = [names.literal(i.generator), called, *args], "draw"
+        text = f"{called}({', '.join(args)})"
     return f"{left} = {text}" if left else text
 
 
@@ -431,7 +435,7 @@ def load(
     names, launches, text = _written(plan, kernels or {}, native.extension(), checked, observe is not None)
     names.space.update({f"v{i}": value for i, (_, value) in plan.attributes.items()})
     names.space.update(frames=Frames(launches.frame()), fail=fail, empty_strided=torch.empty_strided)
-    names.space.update(allocation=_allocation(launches.home), view=compat.view_of_memory, on_host=on_host)
+    names.space.update(allocation=_allocation(launches.home), view=compat.view_of_memory, on_host=on_host, draw=draw)
     names.space.update(count_workers=plan.policy.workers, sized=sized, without_memory=without_memory, check=Check(plan))
     names.space.update(observe=observe, limited=plan.policy.limit)
     names.space.update(profiling=compat.profiler_flag(), profiled=_profiled(plan, kernels or {}, checked, names.space))
