@@ -87,14 +87,16 @@ class Check:
             yield from ((s.expr.name, n) for s, n in dims if isinstance(s, Dim) and s.expr.name is not None)
 
 
-def generators(devices: Iterable[str]) -> Callable[[], None]:
-    """Return a function that restores the random number generators of the host and of these devices to their current state."""
+def generators(devices: Iterable[str], args: Iterable[Any] = ()) -> Callable[[], None]:
+    """Return a function that restores the random number generators of the host, of these devices and among `args` to their current
+    state."""
     states: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [(torch.set_rng_state, (torch.get_rng_state(),))]
     for device in sorted(set(devices)):
         module: Any = getattr(torch, torch.device(device).type, None)
         if hasattr(module, "get_rng_state"):
             where = (device,) if inspect.signature(module.get_rng_state).parameters else ()  # some modules have a single device
             states.append((module.set_rng_state, (module.get_rng_state(*where), *where)))
+    states += [(g.set_state, (g.get_state(),)) for g in args if isinstance(g, torch.Generator)]
 
     def put_back() -> None:
         for put, state in states:
@@ -111,14 +113,15 @@ def checked_first(
     """Return a callable whose first calls go through `checked`, until one is `complete`, and all later ones through `run`.
 
     `repair` compiles again with the mismatches found; `passed` is called if there are none. An abandoned run is undone: random
-    numbers drawn on `devices` and the host, and writes into `written(args)`, the tensors that the plan writes in place.
+    numbers drawn on `devices`, the host and from generators among the arguments, and writes into `written(args)`, the tensors that
+    the plan writes in place.
     """
     final: Run | None = None
     lock = threading.RLock()  # one repair at a time: a second thread waits, then runs the result
 
     def first(args: list[Any]) -> Any:
         nonlocal final
-        kept, put_back = list(args), generators(devices)
+        kept, put_back = list(args), generators(devices, args)
         before = [(t, t.detach().clone()) for t in written(args)]
         try:
             result = checked(args)
