@@ -421,6 +421,18 @@ class PoolingRecorder(Recorder, Protocol):
 
 
 @runtime_checkable
+class DrawingRecorder(Recorder, Protocol):
+    """A recorder of plans that draw from generators that they are given, as in training with checkpoints. Since interface 1.15."""
+
+    def record_drawing(
+        self, run: Callable[[], Sequence[torch.Tensor]], shared: Any, generators: Sequence[torch.Generator]
+    ) -> tuple[Sequence[torch.Tensor], Callable[[], None]]:
+        """Record `run`, which also draws from these generators, like `record`, without running it before. The replay draws what
+        `run` would from the states that the generators are in then, and advances them alike; recording does not change them."""
+        ...
+
+
+@runtime_checkable
 class CopyingRecorder(Recorder, Protocol):
     """A recorder whose recordings copy inputs and results themselves, which takes the host less. Since interface 1.9."""
 

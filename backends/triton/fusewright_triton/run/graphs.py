@@ -62,7 +62,17 @@ class Graphs:
         self, run: Callable[[], Sequence[torch.Tensor]], warm: bool, shared: bool | Pool = True
     ) -> tuple[Sequence[torch.Tensor], Callable[[], None]]:
         """See `Recorder.record`; works on the current device. Warming up loads kernels, which a capture cannot."""
-        graph, results = self._captured(run, warm, shared)
+        return self._replayed(*self._captured(run, warm, shared))
+
+    def record_drawing(
+        self, run: Callable[[], Sequence[torch.Tensor]], shared: bool | Pool, generators: Sequence[torch.Generator]
+    ) -> tuple[Sequence[torch.Tensor], Callable[[], None]]:
+        """See `DrawingRecorder.record_drawing`. Each of torch's replays tells the graph where its generators are."""
+        return self._replayed(*self._captured(run, False, shared, generators=generators))
+
+    def _replayed(
+        self, graph: torch.cuda.CUDAGraph, results: Sequence[torch.Tensor]
+    ) -> tuple[Sequence[torch.Tensor], Callable[[], None]]:
         reports, replay = errors(), graph.replay
 
         def again() -> None:
@@ -136,15 +146,18 @@ class Graphs:
 
     def _captured(
         self, run: Callable[[], Sequence[torch.Tensor]], warm: bool, shared: bool | Pool,
-        warming: Callable[[], Any] | None = None,
+        warming: Callable[[], Any] | None = None, generators: Sequence[torch.Generator] = (),
     ) -> tuple[torch.cuda.CUDAGraph, Sequence[torch.Tensor]]:  # fmt: skip
-        """Capture `run` on the side stream, after a run of `warming` (default: the same) if `warm`."""
+        """Capture `run`, which may draw from `generators`, on the side stream, after a run of `warming` (default: the same) if
+        `warm`."""
         current = torch.cuda.current_stream()
         side = side_of(current)
         pool = shared if isinstance(shared, Pool) else side.pool if shared else Pool()
         torch.cuda.synchronize()
         cuda = torch.version.hip is None
         graph = torch.cuda.CUDAGraph(keep_graph=cuda)
+        for generator in generators:  # before the capture; torch registers the device's own itself
+            graph.register_generator_state(generator)
         with side.beside(current):
             if warm:
                 _warm_up(warming or run)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fusewright.interface import CopyingRecorder, Recorder, WritingRecorder
+from fusewright.interface import CopyingRecorder, DrawingRecorder, Recorder, WritingRecorder
 from fusewright.plan.vocabulary import LISTED
 from fusewright.storage import lazy
 
@@ -62,9 +62,10 @@ class CopiesIn:
 def record_with_copies(
     recorder: Recorder, run: Callable[[], Sequence[torch.Tensor]], copy_in: CopiesIn,
     returned: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]], *, warm: bool, shared: bool, draws: bool = False,
+    generators: Sequence[torch.Generator] = (),
 ) -> tuple[Sequence[torch.Tensor], Call]:  # fmt: skip
-    """Record `run`, which `draws` random numbers or does not, with copies of its inputs and of what `returned` selects of its
-    results, by the recorder itself where it can. Return the results and the call."""
+    """Record `run`, which `draws` random numbers, also from `generators`, or does not, with copies of its inputs and of what
+    `returned` selects of its results, by the recorder itself where it can. Return the results and the call."""
     simple_inputs = copy_in.direct and _simple(list(copy_in.buffers.values()), recorder)
     if not draws and simple_inputs and isinstance(recorder, CopyingRecorder):
         selected: list[torch.Tensor] = []
@@ -80,8 +81,18 @@ def record_with_copies(
                 return results, call
             copy_out = copier_out(selected)
             return results, lambda args: None if call(args) is None else copy_out()
-    results, replay = recorder.record(run, warm=warm) if shared else recorder.record(run, warm=warm, shared=False)
+    results, replay = recorded(recorder, run, warm, shared, generators)
     return results, around(copy_in, replay, copier_out(returned(results)))
+
+
+def recorded(
+    recorder: Recorder, run: Callable[[], Sequence[torch.Tensor]], warm: bool, shared: Any, generators: Sequence[torch.Generator]
+) -> tuple[Sequence[torch.Tensor], Callable[[], None]]:
+    """Record `run`, which draws from these generators besides the device's own."""
+    if generators:
+        assert isinstance(recorder, DrawingRecorder)  # `training.retained` sees to it
+        return recorder.record_drawing(run, shared, generators)
+    return recorder.record(run, warm=warm) if shared is True else recorder.record(run, warm=warm, shared=shared)
 
 
 def record_written(

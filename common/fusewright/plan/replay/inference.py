@@ -356,8 +356,8 @@ class Replayed(Recorded[_Recording]):
             call = record_written(self.recorder, head, copy_in, returned, late, warm=warm, shared=True)
             if call is not None:
                 return call, True
-        how = {"warm": warm, "shared": True, "draws": self._draws}
-        return record_with_copies(self.recorder, head, copy_in, returned, **how)[1], False
+        made = record_with_copies(self.recorder, head, copy_in, returned, warm=warm, shared=True, draws=self._draws)
+        return made[1], False
 
     def _give_up(self, why: str) -> None:
         super()._give_up(why)

@@ -10,7 +10,7 @@ import torch
 from fusewright import ops
 from fusewright.interface import HOST, TensorSpec
 from fusewright.ops import namespaces
-from fusewright.plan.build import Plan, operator_of, written_values
+from fusewright.plan.build import Plan, generators, operator_of, written_values
 from fusewright.plan.ir import Call, CallPython, Instruction, Launch, Ref, reads, refs
 from fusewright.plan.memory import roots_of
 from fusewright.plan.vocabulary import WAIT
@@ -38,7 +38,10 @@ def obstacle(plan: Plan, device: str, training: bool = False) -> str | None:
     if len(instructions) < FEWEST:
         return "too few instructions"
     used = {r for i in instructions for r in reads(i)}
-    if any(i in plan.scalars or i not in plan.specs for i in used.intersection(plan.inputs)):
+    given = generators(plan)
+    if given and not training:  # a warm-up or a measurement would draw from them
+        return "it draws from a generator that it is given"
+    if any(i in plan.scalars or i not in plan.specs for i in used.intersection(plan.inputs) - given):
         return "an input is a number"
     if any(map(_names_sizes, instructions)):
         return "sizes are symbolic"

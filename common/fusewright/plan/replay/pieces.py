@@ -17,9 +17,10 @@ import torch
 
 from fusewright.forms.spec import Pass
 from fusewright.interface import KernelCode, PoolingRecorder, Recorder, TensorSpec
-from fusewright.plan.build import Plan, shared_by, written_by
+from fusewright.plan.build import Plan, generators, shared_by, written_by
 from fusewright.plan.execute import codegen
 from fusewright.plan.ir import Call, Instruction, Ref, Run, reads
+from fusewright.plan.replay.copies import recorded
 from fusewright.plan.replay.obstacles import FEWEST, communicates
 from fusewright.plan.verify import PLAN
 from fusewright.plan.vocabulary import WAIT
@@ -103,7 +104,8 @@ class Pieces:
         for piece, run in self._pieces:
             if piece.recorded:
                 args = [values[v] for v in piece.plan.inputs]
-                results, step = recorder.record(partial(_run, run, args), warm=False, shared=shared)
+                drawn = [values[v] for v in sorted(generators(piece.plan))]
+                results, step = recorded(recorder, partial(_run, run, args), False, shared, drawn)
                 values.update(zip(piece.outs, results, strict=True))
             else:
                 step = self._called(piece, run, values, pending)

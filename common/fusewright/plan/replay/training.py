@@ -4,6 +4,9 @@ Tensors saved for backward, and the gradients that backward returns, are handed 
 while somebody still holds the results of the last one: a second forward before the backward, a retained graph, accumulated
 gradients. Such calls run the plain plan. Backward finds the saved tensors at the addresses of forward's recording.
 
+Generators that a plan draws from (see `ops.states`) are part of a recording, which is for these objects and draws from where they
+are at each replay.
+
 Layers that share a plan, e.g. if a graph breaks between them, have one recording each, found by the addresses of the weights
 that forward reads and of the tensors saved for backward. Arguments that move on their own are copied; a new set of arguments is
 recorded when it comes again.
@@ -20,8 +23,8 @@ from typing import Any
 import torch
 
 from fusewright import _torch_compat as compat
-from fusewright.interface import KernelCode, Phase, PoolingRecorder, Recorder
-from fusewright.plan.build import Plan
+from fusewright.interface import DrawingRecorder, KernelCode, Phase, PoolingRecorder, Recorder
+from fusewright.plan.build import Plan, generators
 from fusewright.plan.execute import codegen
 from fusewright.plan.execute.opaque import mismatch
 from fusewright.plan.execute.prepare import picker
@@ -102,7 +105,9 @@ class Retained(Recorded[Recording]):
         self._pieces = Pieces(body, kernels) if communicating(plan) else None
         self._body = codegen.load(body, kernels) if self._pieces is None else run
         read = {r for i in plan.instructions for r in reads(i)}
-        self._used = [k for k, i in enumerate(plan.inputs) if i in read]
+        drawn = generators(plan)
+        self._generators = [k for k, i in enumerate(plan.inputs) if i in drawn]
+        self._used = [k for k, i in enumerate(plan.inputs) if i in read - drawn]
         self._written = written_places(plan)
         given_seeds = seeds(plan)
         self._onto = {k: self.device for k, i in enumerate(plan.inputs) if i in given_seeds}
@@ -120,6 +125,8 @@ class Retained(Recorded[Recording]):
         if self._places is None:
             self._places = [k for k in self._used if self._stays(k, args[k])]
         self._calls += 1
+        if self._generators:
+            stream = (stream, *[args[k] for k in self._generators])
         given = ArgumentSet(stream, tuple([args[k].data_ptr() for k in self._places]))
         found = self._sets.get(given.key) or self._but_for_copies(given, args) or given
         before, found.last, found.times = found.last, self._calls, found.times + 1
@@ -238,9 +245,9 @@ class Retained(Recorded[Recording]):
             kept, replay = self._pieces.record(self.recorder, given, self.recorder.pool())
             own = self._returned(kept)
             return kept, around(copy_in, replay, lambda: copied_out(own))
-        body = partial(self._run_body, given)
+        body, drawn = partial(self._run_body, given), [given[k] for k in self._generators]
         return record_with_copies(
-            self.recorder, body, copy_in, self._returned, warm=False, shared=False, draws=self._draws
+            self.recorder, body, copy_in, self._returned, warm=False, shared=False, draws=self._draws, generators=drawn
         )
 
     def _returned(self, kept: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -270,7 +277,10 @@ def retained(
     if recorder is None:
         return run
     why = obstacle(plan, recorder.device_type, training=True) or no_pieces(plan, recorder) or _handed_out(plan, handover)
-    if why is None and len(plan.instructions) < FEWEST:
+    drawn = len(generators(plan))  # torch's replay launches twice for each, which takes as long as the plain call
+    if why is None and drawn and not isinstance(recorder, DrawingRecorder):
+        why = "it draws from a generator that it is given, and the backend records none"
+    if why is None and len(plan.instructions) - drawn < FEWEST:
         why = "too few instructions"
     if why is not None:
         tell(f"not replayed: {why}")
