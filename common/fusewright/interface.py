@@ -19,7 +19,7 @@ import torch
 
 from fusewright.sizes.expr import SizeExpr, symbol
 
-INTERFACE: tuple[int, int] = (1, 15)
+INTERFACE: tuple[int, int] = (1, 16)
 """(major, minor) of this interface. Minor versions only add members with defaults."""
 
 OPSET = 1
@@ -422,7 +422,7 @@ class PoolingRecorder(Recorder, Protocol):
 
 @runtime_checkable
 class DrawingRecorder(Recorder, Protocol):
-    """A recorder of plans that draw from generators that they are given, as in training with checkpoints. Since interface 1.15."""
+    """A recorder of plans that draw from generators that they are given, as in training with checkpoints. Since interface 1.16."""
 
     def record_drawing(
         self, run: Callable[[], Sequence[torch.Tensor]], shared: Any, generators: Sequence[torch.Generator]

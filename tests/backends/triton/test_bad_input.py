@@ -122,6 +122,9 @@ class FakeGraph:
     def instantiate(self) -> None:
         """Exist as in torch; not recorded."""
 
+    def register_generator_state(self, generator: object) -> None:
+        self.calls.append(f"register {generator}")
+
     def capture_begin(self, pool: Any, capture_error_mode: str) -> None:
         self.calls.append("begin")
 
@@ -201,6 +204,13 @@ def test_a_capture_that_an_operator_broke_is_ended_all_the_same(
     with pytest.raises(RuntimeError, match="previous error during capture"):
         graphs.Graphs().record(fails_at(9), warm=False)
     assert device.made[0].calls == ["begin", "end", "end"]
+
+
+def test_given_generators_are_registered_before_a_capture_and_draw_in_torchs_own_replay(device: type[FakeGraph]) -> None:
+    generators: Any = ["first", "second"]
+    _, again = graphs.Graphs().record_drawing(fails_at(1), False, generators)  # it runs once
+    again()
+    assert device.made[0].calls == ["register first", "register second", "begin", "end", "replay"]
 
 
 def test_what_draws_without_saying_so_is_not_recorded(
