@@ -12,7 +12,7 @@ from fusewright import ops
 from fusewright.graph.retrace import contiguous_like
 from fusewright.graph.spec import value_of
 from fusewright.graph.view import is_projection
-from fusewright.rewrite.engine import ANY, READER, Env, Rewriter, Rule, p
+from fusewright.rewrite.engine import ANY, READER, Env, Rewriter, Rule, is_call, p
 from fusewright.rewrite.loops.filled import copied, copies_into_piece
 from fusewright.storage import lazy
 
@@ -53,7 +53,7 @@ def _linear_view(r: Rewriter, node: Node, env: Env) -> Node | None:
         return None
     if not rows or not _same(_shape(node)[-1:], _shape(linear)[-1:]):
         return None
-    if READER.name(x) == "view" and _contiguous(x.args[0]):
+    if is_call(x, "view") and _contiguous(x.args[0]):
         x = x.args[0]
     wanted = (*_shape(node)[:-1], *_shape(linear.args[1])[-1:])
     if not _same(_shape(x), wanted):
@@ -166,7 +166,7 @@ def _times_one(r: Rewriter, node: Node, env: Env) -> Node | None:
 def _all_replaced(r: Rewriter, node: Node, env: Env) -> Node | None:
     """A caller may see the result's memory, and may see that of a tensor which was filled just for it instead."""
     x = env["x"]
-    if node in r.exposed and (READER.name(x) not in _SCATTERS or len(x.users) > 1 or r.has_writes or not _same_layout(x, node)):
+    if node in r.exposed and (not is_call(x, *_SCATTERS) or len(x.users) > 1 or r.has_writes or not _same_layout(x, node)):
         return None
     return x if node in r.exposed else _needless_copy(r, node, env)
 

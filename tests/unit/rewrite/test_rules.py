@@ -397,3 +397,12 @@ def test_does_not_merge(name: str) -> None:
     n, graph = merged(OWN[name])
     assert n == 0
     assert to_text(graph) == X + OWN[name]
+
+
+def test_an_input_may_be_called_like_a_row() -> None:
+    """Torch names what is saved for backward after what made it."""
+    given = XW.replace("'x'", "'view'")
+    graph = parse(given + "%3: f32[5,4] = linear(%0, %1, %2)\n%4: f32[1,5,4] = view(%3, [1, 5, 4])\nreturn [%4]\n")
+    hits = Rewriter(graph).run([rule for rule in RULES if rule.id == "linear.view"])
+    assert hits["linear.view"] == 1
+    assert "view(%0, [1, 5, 3])" in to_text(graph)
