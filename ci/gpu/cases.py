@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from fusewright import _torch_compat as compat
 from fusewright import report
@@ -332,6 +333,51 @@ def _dropped(kind: torch.dtype) -> str:
     return f"{kind}: 65 steps, {recordings(reports)} recordings, a capture"
 
 
+class Checkpointed(nn.Module):
+    """Layers side by side, each a checkpoint. What is dropped is zero, and a bias's gradient counts the rest."""
+
+    def __init__(self, width: int = 64, layers: int = 32) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.Dropout(0.5)) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.dropout(x, 0.2)  # from the device's own generator
+        return torch.stack([checkpoint(f, x, use_reentrant=False) for f in self.layers])
+
+
+def dropout_in_checkpoints() -> str:
+    """Backward drops what forward did in every order of forwards and backwards, recorded or not. Gradients and the device's generator
+    are those of the plain plans."""
+    (ours, state, made), (plain, plain_state, _) = (_checkpointed(graphs) for graphs in (True, False))
+    assert made >= 2, "nothing was recorded, so nothing was tried"
+    for got, want in zip(ours, plain, strict=True):
+        close(got, want)
+    assert torch.equal(state, plain_state), "the generator is elsewhere than without recordings"
+    return f"{made} recordings, {len(ours)} rounds"
+
+
+def _checkpointed(graphs: bool) -> tuple[list[Tensor], Tensor, int]:
+    """Gradients of weights in each round, the generator's state at the end, and the number of recordings."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    model, x, found = Checkpointed().cuda(), torch.randn(32, 64, device="cuda"), list[Tensor]()
+    options = {**OURS["options"], "graphs": graphs, "never_slower": False}  # eager's steps would prove nothing
+    orders: list[tuple[int, ...]] = [(0,)] * 6 + [(0, 1), (1, 0), (0,), (2, 0, 1), (0,), (0,)]
+    with report.recording() as reports:
+        fast = torch.compile(model, backend=OURS["backend"], options=options)
+        for order in orders:
+            results = [fast(x + k) for k in range(len(order))]
+            wanted = torch.stack([(y != 0).sum(1) for y in results]).sum(0) * 2.0
+            model.zero_grad(set_to_none=True)
+            for k in order:
+                results[k].sum().backward()
+            del results
+            biases, weights = ([p.grad for p in model.parameters() if p.grad is not None and p.dim() == n] for n in (1, 2))
+            close(torch.stack(biases), wanted)
+            found.append(torch.stack(weights))
+    return found, torch.cuda.get_rng_state(), recordings(reports)
+
+
 # ---------------------------------------------------------------- several GPUs
 
 
@@ -423,6 +469,7 @@ CASES: Mapping[str, Case] = {
     "names_of_symbols": Case(names_of_symbols, "10", 180),
     "random_numbers_of_a_first_run": Case(random_numbers_of_a_first_run, "6"),
     "dropout_of_attention_with_a_mask": Case(dropout_of_attention_with_a_mask, "14", 180),
+    "dropout_in_checkpoints": Case(dropout_in_checkpoints, "14", 180),
     "another_gpu_than_the_current_one": Case(another_gpu_than_the_current_one, "6", 180, 2),
     "tensor_parallel": Case(tensor_parallel, "12", 180, 2),
 }
