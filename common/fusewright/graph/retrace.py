@@ -15,7 +15,7 @@ from fusewright import ops
 from fusewright.graph.effects import names_sizes
 from fusewright.graph.spec import contiguous_strides, size, tensor_spec, value_of
 from fusewright.ops import strides
-from fusewright.ops.states import Stated, stated
+from fusewright.ops.states import stated
 
 __all__ = ["alike", "called", "downstream", "fake_like", "infer", "mend", "mend_item", "same_kind", "value_of", "viewable"]
 
@@ -117,8 +117,15 @@ def _computation(node: Node) -> Any:
     """A key of what a node computes: its operator, the kinds of its tensors and its other arguments."""
     if node.target is operator.getitem and isinstance(node.args[0], Node):
         return node.args[1], _computation(node.args[0])
-    args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: (_kind(value_of(n)),))
-    return node.target, args, kwargs
+    target, *given = _call(node)
+    args, kwargs = torch.fx.node.map_arg(given, lambda n: (_kind(value_of(n)),))
+    return target, args, kwargs
+
+
+def _call(node: Node) -> tuple[Any, Any, Any]:
+    """What a node calls, and with what, besides a generator of its own."""
+    found = stated(node)
+    return (node.target, node.args, node.kwargs) if found is None else (found.operator, found.args, found.kwargs)
 
 
 def downstream(graph: Graph, *changed: Node) -> None:
@@ -171,9 +178,8 @@ def _sized(before: Any, after: Any) -> Any:
 
 def infer(node: Node) -> Any:
     """Compute a node's result from the metadata of its inputs; `SizesAssumed` if it depends on more than what is known of sizes."""
-    call = stated(node) or node
-    target: Any = call.operator if isinstance(call, Stated) else node.target
-    args, kwargs = torch.fx.node.map_arg((call.args, dict(call.kwargs)), value_of)
+    target, *given = _call(node)
+    args, kwargs = torch.fx.node.map_arg(given, value_of)
     if target is operator.getitem:
         return operator.getitem(*args)
     fakes = [value_of(n) for n in node.all_input_nodes if isinstance(value_of(n), torch.Tensor)]

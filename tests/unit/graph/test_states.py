@@ -12,6 +12,7 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fusewright import machine
+from fusewright.graph import retrace
 from fusewright.graph.canonicalize import canonicalize
 from fusewright.graph.effects import draws, drop_dead_code, has_collectives, held_in_order
 from fusewright.graph.view import GraphIndex
@@ -90,3 +91,9 @@ def test_an_unread_call_advances_its_state_all_the_same(monkeypatch: pytest.Monk
     assert [n for n in graph.nodes if n.op == "call_function" and n.target is wrapper] == nodes
     monkeypatch.setattr(machine, "several_processes", lambda: True)
     assert not has_collectives(graph)
+
+
+def test_what_was_traced_wrong_in_one_layer_is_wrong_in_those_with_other_states() -> None:
+    graph, nodes = dropped(1, 2)
+    canonicalize(graph)
+    assert retrace.alike(graph, nodes[0]) == nodes
