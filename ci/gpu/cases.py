@@ -346,8 +346,8 @@ class Checkpointed(nn.Module):
 
 
 def dropout_in_checkpoints() -> str:
-    """Backward drops what forward did in every order of forwards and backwards, recorded or not. Gradients and the device's generator
-    are those of the plain plans."""
+    """Backward drops what forward did in every order of forwards and backwards, recorded or not. Gradients and the device's
+    generator are those of the plain plans."""
     (ours, state, made), (plain, plain_state, _) = (_checkpointed(graphs) for graphs in (True, False))
     assert made >= 2, "nothing was recorded, so nothing was tried"
     for got, want in zip(ours, plain, strict=True):
