@@ -53,7 +53,7 @@ def _linear_view(r: Rewriter, node: Node, env: Env) -> Node | None:
         return None
     if not rows or not _same(_shape(node)[-1:], _shape(linear)[-1:]):
         return None
-    if is_call(x, "view") and _contiguous(x.args[0]):
+    if is_call(x, "view") and _contiguous(x.args[0]):  # type: ignore[arg-type]
         x = x.args[0]
     wanted = (*_shape(node)[:-1], *_shape(linear.args[1])[-1:])
     if not _same(_shape(x), wanted):
