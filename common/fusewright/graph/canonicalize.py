@@ -64,7 +64,8 @@ def _own_states(graph: Graph) -> None:
         found = stated(node)
         if found is None:
             continue
-        node.meta["val"] = _traced(node, len(found.operator._schema.returns))
+        if "val" not in node.meta:
+            node.meta["val"] = _traced(node, len(found.operator._schema.returns))
         if not ops.call_draws(found.operator, found.args, found.kwargs):
             node.target, node.args, node.kwargs = found.operator, found.args, found.kwargs
 
