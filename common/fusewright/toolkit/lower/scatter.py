@@ -236,19 +236,30 @@ def _unscaled(op: OpView) -> str | None:
 
 
 def _folds(op: OpView) -> tuple[Accumulator, ...]:
-    """The accumulated value, and the number of contributions if that is needed."""
-    how, t = _HOW[op.arg("reduce")], out_type(op)
+    """The accumulated value and, if that is needed, the number of contributions, or else whether there are any."""
+    how, t = _HOW[op.arg("reduce")], _folded_type(op)
     inclusive = op.arg("include_self")
 
     def init(e: Evaluator, op: OpView, at: At) -> Val:
-        return _start(e, op, at) if inclusive else e.b.const(_identity(op.arg("reduce"), t), t)
+        return e.b.cast(_start(e, op, at), t) if inclusive else e.b.const(_identity(op.arg("reduce"), t), t)
 
     def hits(e: Evaluator, op: OpView, at: At) -> Val:
         return e.b.const(1 if inclusive else 0, "i64")
 
     folded = Accumulator(how, init, t)
-    counted = op.arg("reduce") == "mean" or not inclusive
-    return (folded, Accumulator("add", hits, "i64")) if counted else (folded,)
+    if op.arg("reduce") == "mean":
+        return folded, Accumulator("add", hits, "i64")
+    return (folded,) if inclusive else (folded, Accumulator("", _untouched, "bool"))
+
+
+def _folded_type(op: OpView) -> DType:
+    """Extremes of small integers are folded in 32 bits: devices have no narrower atomics. (Sums and products wrap.)"""
+    t = out_type(op)
+    return "i32" if op.arg("reduce") in ("amax", "amin") and TYPES[t].kind == "int" and TYPES[t].size < 4 else t
+
+
+def _untouched(e: Evaluator, op: OpView, at: At) -> Val:
+    return e.b.const(False, "bool")
 
 
 def _identity(reduce: str, t: DType) -> int | float:
@@ -262,23 +273,30 @@ def _identity(reduce: str, t: DType) -> int | float:
     return info.min if reduce == "amax" else info.max
 
 
-def _fold(e: Evaluator, op: OpView, at: At) -> Places:
-    dims, (value,) = _element(e, op, at)
-    return dims, (value, e.b.const(1, "i64"))[: len(_folds(op))]
+def _folded(place: Callable[[Evaluator, OpView, At], Places]) -> Callable[[Evaluator, OpView, At], Places]:
+    def code(e: Evaluator, op: OpView, at: At) -> Places:
+        dims, (value,) = place(e, op, at)
+        return dims, (value, *(e.b.const(1, a.dtype) for a in _folds(op)[1:]))
+
+    return code
 
 
 def _fold_finish(op: OpView) -> Finish | None:
     if len(_folds(op)) == 1:
         return _finish_if_wide(_folds)(op)
+    return _mean if op.arg("reduce") == "mean" else _where_touched
 
-    def finish(e: Evaluator, op: OpView, at: At, accumulated: tuple[Val, ...]) -> Val:
-        value, hits = accumulated
-        if op.arg("reduce") == "mean":
-            n = e.b.cast(e.b.op("maximum", hits, e.b.const(1, "i64")), value.dtype)
-            value = value / n if TYPES[value.dtype].kind == "float" else e.b.op("floordiv", value, n)
-        return e.b.where(hits > 0, value, _start(e, op, at))
 
-    return finish
+def _mean(e: Evaluator, op: OpView, at: At, accumulated: tuple[Val, ...]) -> Val:
+    value, hits = accumulated
+    n = e.b.cast(e.b.op("maximum", hits, e.b.const(1, "i64")), value.dtype)
+    value = value / n if TYPES[value.dtype].kind == "float" else e.b.op("floordiv", value, n)
+    return e.b.where(hits > 0, value, _start(e, op, at))
+
+
+def _where_touched(e: Evaluator, op: OpView, at: At, accumulated: tuple[Val, ...]) -> Val:
+    value, touched = accumulated
+    return e.b.where(touched, e.b.cast(value, out_type(op)), _start(e, op, at))
 
 
 # ---- by strides ----
@@ -351,7 +369,7 @@ TABLE: Table = {
     "scatter": (_scatter(shape_like("index"), _element, "", _ranked),),
     "scatter_value": (_scatter(shape_like("index"), _same_value, "", _ranked),),
     "scatter_add": (_scatter(shape_like("index"), _element, "add", _ranked),),
-    "scatter_reduce": (Scatter(shape_like("index"), _folds, _fold, _fold_finish, _both(_ranked, _no_bool)),),
+    "scatter_reduce": (Scatter(shape_like("index"), _folds, _folded(_element), _fold_finish, _both(_ranked, _no_bool)),),
     "index_put": _put_rules,
     "index_add": (_scatter(shape_like("source"), _add_slice, "add", _both(_ranked, _scaled_truth, _fitting)),),
     "index_copy": (_scatter(shape_like("source"), _copy_slice, "", _both(_ranked, _fitting)),),
