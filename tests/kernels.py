@@ -75,6 +75,15 @@ def scatter_add(n: int = 4096, width: int = 768, rows: int = 30522, dtype: DType
     return b.build()
 
 
+def scatter_extreme(how: str, n: int = 4096, width: int = 4, rows: int = 500, dtype: DType = "f32") -> Kernel:
+    b = Builder(f"scatter_{how}", p=[n, width])
+    ids, src, out = b.input("ids", "i64"), b.input("src", dtype), b.inout("out", dtype)
+    i, j = b.axes
+    row = b.bound(b.load(ids, i), rows)
+    b.store(out, b.indirect(row, width) + j, b.load(src, i * width + j), how=how)
+    return b.build()
+
+
 def argmax(rows: int = 64, cols: int = 50257) -> Kernel:
     b = Builder("argmax", p=[rows], r=[cols])
     x, out = b.input("x", "f32"), b.output("out", "i64")

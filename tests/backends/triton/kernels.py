@@ -19,6 +19,7 @@ from tests.kernels import (
     layer_norm,
     recurrence,
     scatter_add,
+    scatter_extreme,
     softmax,
     transpose,
 )
@@ -62,7 +63,8 @@ def suite() -> list[Kernel]:
     return [
         add_gelu(), add_gelu(n, "bf16"), softmax(dtype="bf16"), softmax(cols=50257), softmax(n, symbol("m")),
         layer_norm(dtype="bf16"), layer_norm(4, 1 << 20), column_sum(dtype="bf16"), transpose(),
-        embedding(), embedding(n), scatter_add(), argmax(), cumsum(), masked_mean(), double_math(),
+        embedding(), embedding(n), scatter_add(), scatter_extreme("max"), scatter_extreme("min", dtype="f64"),
+        argmax(), cumsum(), masked_mean(), double_math(),
         recurrence(512, 128, 16), recurrence(64, n, 16, "bf16", 0.0), recurrence(1, 1000, 1, "f32", -0.0),
         decayed_maximum(64, n, 16),
     ]  # fmt: skip

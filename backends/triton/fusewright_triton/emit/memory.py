@@ -15,7 +15,11 @@ from fusewright_triton.emit.operators import TRITON, Unsupported
 from fusewright_triton.emit.schedule import matrices
 from fusewright_triton.target import FORMULA
 
-ATOMIC = {"add": ("f32", "f64", "f16", "bf16", "i32", "i64"), "max": ("i32", "i64"), "min": ("i32", "i64")}
+ATOMIC = {
+    "add": ("f32", "f64", "f16", "bf16", "i32", "i64"),
+    "max": ("f32", "f64", "i32", "i64"),
+    "min": ("f32", "f64", "i32", "i64"),
+}
 """Accumulations that hardware does atomically on one element. The result of float sums then depends on the order of programs."""
 COMBINE = {"add": "{0} + {1}", "mul": "{0} * {1}", "max": "{m}.maximum({0}, {1})", "min": "{m}.minimum({0}, {1})"}
 
@@ -91,9 +95,24 @@ class Memory:
                 raise Unsupported(f"accumulating {n.dtype} with {n.how} where points meet")
             shape = self.layout.shape(dims)
             value = value if shape == "()" else f"tl.broadcast_to({value}, {shape})"
-            self.p.put(f'tl.atomic_{n.how}({at}, {value}{mask}, sem="relaxed")')
+            self._meet(n, at, value, mask)
         else:
             self._update(n, at, value, mask)
+
+    def _meet(self, n: Node, at: str, value: str, mask: str) -> None:
+        """Accumulate where points may meet in one element. Most operands of an extreme do not change it; a load tells, without an
+        atomic. What it finds may be old, but an element only ever moves in one direction."""
+        if n.how == "add":
+            self.p.put(f'tl.atomic_add({at}, {value}{mask}, sem="relaxed")')
+            return
+        place, old, new = (f"{name}{n.id}" for name in ("place", "old", "new"))
+        self.p.put(f"{place} = {at}")
+        self.p.put(f"{old} = tl.load({place}{mask})")
+        self.p.put(f"{new} = {value}")
+        if TYPES[n.dtype].kind == "float":
+            self.p.put(f"{new} = tl.where(({new} != {new}) | ({old} != {old}), {_extreme_nan(n)}, {new})")
+        self.p.put(f"changes{n.id} = {_changes(n, old, new)}{mask.replace(', mask=', ' & ')}")
+        self.p.put(f'tl.atomic_{n.how}({place}, {new}, mask=changes{n.id}, sem="relaxed")')
 
     def _update(self, n: Node, at: str, value: str, mask: str) -> None:
         """Accumulate where every element belongs to one point."""
@@ -134,6 +153,23 @@ class Memory:
         if self._index_dims(index) == dims and not lone:
             return text
         return f"tl.broadcast_to({text}, {self.layout.shape(dims)})"
+
+
+def _changes(n: Node, old: str, new: str) -> str:
+    """Return which operands of an extreme may change it. Of zeros the sign counts, so that no order of programs shows."""
+    less = "<" if n.how == "max" else ">"
+    if TYPES[n.dtype].kind == "int":
+        return f"({old} {less} {new})"
+    bits = f"tl.int{8 * TYPES[n.dtype].size}, bitcast=True"
+    return f"((({new} {less} {old}) | ({new}.to({bits}) == {old}.to({bits}))) == 0)"
+
+
+def _extreme_nan(n: Node) -> str:
+    """Return the NaN that beats every number. Atomics on floats compare bits: of one sign as signed integers, of the other as
+    unsigned ones in reverse. A NaN of the wrong sign in memory is replaced by the first operand: nobody can have read a number."""
+    size = 8 * TYPES[n.dtype].size
+    bits = 2 ** (size - 1) - 1 if n.how == "max" else -1
+    return f"tl.full((), {bits}, tl.int{size}).to({TRITON[n.dtype]}, bitcast=True)"
 
 
 def _present(n: Node) -> tuple[int, Index]:

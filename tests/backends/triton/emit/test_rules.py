@@ -46,7 +46,7 @@ def test_rule_follows_eager(op: Op, dtype: torch.dtype, case: Case) -> None:
     try:
         taken = check(op, args, kwargs, simulated)
     except Unsupported as e:  # `compile` declines such a kernel, and eager runs the op
-        assert op.name == "scatter_reduce", e
+        assert "with mul where points meet" in str(e), op
         taken = False
     if not taken:
         pytest.skip("kernels do not claim this row with these types; runs once a rule computes it")
