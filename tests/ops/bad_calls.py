@@ -55,6 +55,9 @@ _INDICES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], str]] = {
     "index_add_scaled": (
         lambda x, i: x.index_add(0, i, x[:2], alpha=2) + 1, (table(), index(0, 3)), "index out of range in self"
     ),
+    "index_reduce": (
+        lambda x, i: x.index_reduce(0, i, x[:2], "amax") + 1, (table(), index(0, 3)), "index out of range in self"
+    ),
     "index_copy": (lambda x, i: x.index_copy(0, i, x[:2]) + 1, (table(), index(0, 3)), "index_copy_(): index 3"),
     "index_fill": (lambda x, i: x.index_fill(1, i, 2.0) + 1, (table(), index(4)), "index 4 is out of bounds"),
     "scatter": (lambda x, i: x.scatter(1, i, x) + 1, (table(), index(4).expand(3, 4)), "index 4 is out of bounds"),

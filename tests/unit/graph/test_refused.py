@@ -42,6 +42,7 @@ REFUSED: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "a loss's": (aten.nll_loss_forward.default, (F32, ROW_PLACES, HALF_ROW, 1, -100)),
     "a written half among floats": (aten.index_put.default, (F32, [ROW_PLACES], HALF)),
     "an added one": (aten.index_add.default, (F32, 0, ROW_PLACES, HALF)),
+    "one that is folded": (aten.index_reduce.default, (F32, 0, ROW_PLACES, HALF, "amax")),
 }
 ALLOWED: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "a sum of bools": (aten.sum.default, (BOOL,)),

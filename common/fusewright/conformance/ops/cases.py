@@ -303,6 +303,12 @@ CASES: Cases = {
         c(X, 1, given(1, dtype=I64), t(3, 1), alpha=2),
     ),
     "index_copy": (c(X, 0, given(2, 0, dtype=I64), t(2, 4)),),
+    "index_reduce": tuple(
+        c(x, dim, given(2, 0, 2, dtype=I64), source, reduce, include_self=own)
+        for x, dim, source in ((X, 1, t(3, 3)), (t(4), 0, t(3)))
+        for reduce in ("prod", "mean", "amax", "amin")
+        for own in (True, False)
+    ),
     "index_fill": (c(X, 1, given(2, 0, dtype=I64), 1),),
     "slice_scatter": (c(X, t(3, 2), 1, 1, 3), c(X, t(2, 4), 0, 0, 3, 2)),
     "select_scatter": (c(X, t(4), 0, 1),),
@@ -695,7 +701,7 @@ _NUMBERS = """
     clamp_tensor relu ceil floor trunc round isnan isinf signbit cumprod linear_scan cummax sort topk prod
     prod_all max_with_indices min_with_indices addcmul mm bmm addmm baddbmm dot mv scatter_reduce
     isposinf isneginf nan_to_num cross aminmax xlogy
-    index_add index_fill fill_tensor matmul fmax fmin bucketize exp2 expm1 log log2 rsqrt reciprocal
+    index_add index_reduce index_fill fill_tensor matmul fmax fmin bucketize exp2 expm1 log log2 rsqrt reciprocal
     atan2
 """
 _QUANTIZED = """

@@ -55,6 +55,10 @@ def scatter_reduce_ref(x: Any, dim: int, index: Any, src: Any, reduce: str, *, i
     return torch.scatter_reduce(x, dim, index, src, reduce, include_self=include_self)
 
 
+def index_reduce_ref(x: Any, dim: int, index: Any, source: Any, reduce: str, *, include_self: bool = True) -> Any:
+    return torch.index_reduce(x, dim, index, source, reduce, include_self=include_self)
+
+
 def slice_scatter_ref(x: Any, src: Any, dim: int = 0, start: Any = None, end: Any = None, step: Any = 1) -> Any:
     out = x.clone()
     out[(slice(None),) * (dim % x.dim()) + (slice(start, end, step),)] = src.to(x.dtype)
@@ -157,6 +161,8 @@ ROWS: tuple[Op, ...] = (
         "out[indices] = values, or += when accumulate"),
     _scatter("index_add", "aten::index_add", dt.SELF, sh.SAME, index_add_ref,
         "out[index] += alpha * source along dim"),
+    _scatter("index_reduce", "aten::index_reduce", dt.SELF, sh.SAME, index_reduce_ref,
+        "index_add that folds by prod, mean, amax or amin"),
     _scatter("index_copy", "aten::index_copy", dt.SELF, sh.SAME, torch.index_copy,
         "out[index] = source along dim"),
     _scatter("index_fill", "aten::index_fill.int_Scalar", dt.SELF, sh.SAME, torch.index_fill,

@@ -31,7 +31,7 @@ def along(op: OpView) -> str:
     if op.op == "index_select":  # eager has a separate loop for the second dim
         second = d == 1 and rank > 1
         return "RuntimeError: INDICES element is out of DATA bounds, id={index} axis_dim={size}" if second else _IN_SELF
-    if op.op == "index_add" and not _by_scatter_add(op, rank, d):
+    if op.op == "index_reduce" or (op.op == "index_add" and not _by_scatter_add(op, rank, d)):
         return _IN_SELF
     return _WORDS[op.op] % d
 

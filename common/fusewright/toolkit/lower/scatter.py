@@ -232,7 +232,7 @@ def _unscaled(op: OpView) -> str | None:
     return None
 
 
-# ---- scatter_reduce ----
+# ---- scatter_reduce and index_reduce ----
 
 
 def _folds(op: OpView) -> tuple[Accumulator, ...]:
@@ -372,6 +372,9 @@ TABLE: Table = {
     "scatter_reduce": (Scatter(shape_like("index"), _folds, _folded(_element), _fold_finish, _both(_ranked, _no_bool)),),
     "index_put": _put_rules,
     "index_add": (_scatter(shape_like("source"), _add_slice, "add", _both(_ranked, _scaled_truth, _fitting)),),
+    "index_reduce": (
+        Scatter(shape_like("source"), _folds, _folded(_copy_slice), _fold_finish, _both(_ranked, _no_bool, _fitting)),
+    ),
     "index_copy": (_scatter(shape_like("source"), _copy_slice, "", _both(_ranked, _fitting)),),
     "index_fill": (_scatter(_sliced_shape, _fill_slice, "", _ranked),),
     "as_strided_scatter": (_scatter(shape_like("src"), _strided, "", _clear_strides, symbols=("storage_offset",)),),
