@@ -10,13 +10,14 @@ from hypothesis import HealthCheck, given, settings
 
 from fusewright.toolkit.ir import Builder, Kernel, to_text
 from fusewright.toolkit.ir.optable import OPS
-from fusewright.toolkit.ir.types import to_torch
+from fusewright.toolkit.ir.types import DType, to_torch
 from fusewright_triton import target
 from fusewright_triton.emit.operators import Unsupported
 from fusewright_triton.run.launch import raise_errors
 from fusewright_triton.runtime import compile_kernels
 from tests.backends.cpu.test_random_kernels import Case, cases
 from tests.backends.triton import kernels
+from tests.backends.triton.emit.test_scatters import assert_same, special
 from tests.backends.triton.emit.test_semantics import SPECIAL
 
 pytestmark = pytest.mark.hardware("rocm_triton" if torch.version.hip else "nvidia_triton")
@@ -84,6 +85,16 @@ def test_like_the_reference(name: str) -> None:
     for got, want in zip(run(kernel, tensors), kernels.reference(kernel, tensors), strict=True):
         atol = 1e-3 if name == "cumsum" else 3e-5  # sums reach some hundreds, whose rounding steps are 3e-5
         torch.testing.assert_close(got, want, rtol=1.6e-2 if got.dtype == torch.bfloat16 else 2e-5, atol=atol)
+
+
+@pytest.mark.parametrize("how", ["max", "min"])
+@pytest.mark.parametrize("dtype", ["f32", "f64", "i32", "i64"])
+def test_extremes_that_meet(how: str, dtype: DType) -> None:
+    """Atomics compare the bits of floats: NaN and zeros of both signs, in memory and among the sources."""
+    kernel = kernels.scatter_extreme(how, 9000, 3, 3000, dtype)
+    torch.manual_seed(0)
+    data = [torch.randint(0, 3000, (9000,)), special(27000, to_torch(dtype), 0), special(9000, to_torch(dtype), 1)]
+    assert_same(run(kernel, data)[2], kernels.reference(kernel, data)[2])
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
