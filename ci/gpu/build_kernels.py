@@ -59,10 +59,11 @@ def _meta(*shape: int, dtype: torch.dtype = _BF16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def _attention(dtype: torch.dtype, dim: int, mask: str, causal: bool, t: Target) -> None:
+def _attention(dtype: torch.dtype, dim: int, mask: str, causal: bool, t: Target, sinks: bool = False) -> None:
     if attention_ops.fits(t, dtype, dim):
         q, hides = _meta(4, 16, 4096, dim, dtype=dtype), _MASKS[mask](dtype)
-        attention_ops.attention(q, q, q, hides, None, causal, None, True, q.stride(), t.arch)
+        sink = _meta(16, 1, 1, dtype=dtype) if sinks else None
+        attention_ops.attention(q, q, q, hides, sink, causal, None, not sinks, q.stride(), t.arch)
 
 
 _MASKS: dict[str, Callable[[torch.dtype], torch.Tensor | None]] = {
@@ -85,10 +86,11 @@ def _short_sequence(dtype: torch.dtype, dim: int, keys: int, t: Target) -> None:
         short_sequence_ops.attention_short_sequence(q, k, k, None, q.stride(), t.arch)
 
 
-def _few(dtype: torch.dtype, dim: int, mask: torch.dtype | None, t: Target) -> None:
+def _few(dtype: torch.dtype, dim: int, mask: torch.dtype | None, t: Target, sinks: bool = False) -> None:
     q, k = _meta(1, 32, 1, dim, dtype=dtype), _meta(1, 8, 1024, dim, dtype=dtype)
     hides = None if mask is None else _meta(1, 1, 1, 1024, dtype=mask)
-    decode_ops.attention_decode(q, k, k, hides, None, None, None, None, q.stride(), t.arch)
+    sink = _meta(32, 1, 1, dtype=dtype) if sinks else None
+    decode_ops.attention_decode(q, k, k, hides, sink, None, None, None, q.stride(), t.arch)
 
 
 def _int8(rows: int, t: Target) -> None:
@@ -108,6 +110,7 @@ BY_HAND: dict[str, Callable[[Target], None]] = {
     "attention, a boolean mask, 128, bf16": partial(_attention, _BF16, 128, "boolean", False),
     "attention, causal, 64, fp16": partial(_attention, _FP16, 64, "", True),
     "attention, causal, 256, bf16": partial(_attention, _BF16, 256, "", True),
+    "attention, sinks, 64, bf16": partial(_attention, _BF16, 64, "added", False, sinks=True),
     "attention, an image, 64, bf16": partial(_positions, _BF16, 64, _IMAGE),
     "attention, an image, 80, bf16": partial(_positions, _BF16, 80, _IMAGE),
     "attention, a window, 64, bf16": partial(_positions, _BF16, 64, _WINDOW),
@@ -117,6 +120,7 @@ BY_HAND: dict[str, Callable[[Target], None]] = {
     "attention of few, 64, bf16": partial(_few, _BF16, 64, None),
     "attention of few, an added mask, 128, fp16": partial(_few, _FP16, 128, _FP16),
     "attention of few, a boolean mask, 256, fp32": partial(_few, _FP32, 256, torch.bool),
+    "attention of few, sinks, 64, bf16": partial(_few, _BF16, 64, _BF16, sinks=True),
     "int8 products, 1 row": partial(_int8, 1),
     "int8 products, 512 rows": partial(_int8, 512),
     "product with gelu, bf16": partial(_product, _BF16, 3072, "gelu"),

@@ -62,10 +62,12 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(shape, dtype=dtype)
 
 
-def attention(mask: torch.Tensor | None, zero: bool, causal: bool = False, dtype: torch.dtype = torch.float32) -> Any:
+def attention(
+    mask: torch.Tensor | None, zero: bool, causal: bool = False, dtype: torch.dtype = torch.float32, sink: torch.Tensor | None = None
+) -> Any:
     q, (k, v) = randn(2, 4, 9, 16, dtype=dtype), randn(2, 2, 2, 11, 16, dtype=dtype)
     stride = (9 * 4 * 16, 16, 4 * 16, 1)  # queries before heads, as the next product reads them
-    return lambda: attention_ops.attention(q, k, v, mask, None, causal, 0.3, zero, stride, ARCH)
+    return lambda: attention_ops.attention(q, k, v, mask, sink, causal, 0.3, zero, stride, ARCH)
 
 
 def hidden() -> torch.Tensor:
@@ -90,10 +92,10 @@ def positions(flat: bool) -> Callable[[], torch.Tensor]:
     return lambda: attention_ops.attention_decomposed(q, k, v, *rel, None, q.stride(), ARCH)
 
 
-def few(rotary: bool, mask: torch.Tensor | None) -> Callable[[], torch.Tensor]:
+def few(rotary: bool, mask: torch.Tensor | None, sink: torch.Tensor | None = None) -> Callable[[], torch.Tensor]:
     q, (k, v) = randn(2, 4, 1, 16), randn(2, 2, 2, 70, 16)
     cos, sin = randn(2, 2, 1, 1, 16) if rotary else (None, None)
-    return lambda: decode_ops.attention_decode(q, k, v, mask, None, cos, sin, None, q.stride(), ARCH)
+    return lambda: decode_ops.attention_decode(q, k, v, mask, sink, cos, sin, None, q.stride(), ARCH)
 
 
 def int8(rows: int, columns: int, inner: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -126,10 +128,13 @@ CALLS: dict[str, tuple[str, Callable[[], torch.Tensor]]] = {
     "attention, an added mask": ("attention", attention(added(torch.float32), True)),
     "attention, an added mask, NaN": ("attention", attention(added(torch.float32), False)),
     "attention, bf16 with a mask of fp32": ("attention", attention(least(), False, dtype=BF16)),
+    "attention, sinks, hidden keys": ("attention", attention(hidden(), False, sink=randn(2, 4, 9, 1))),
+    "attention, sinks, causal, bf16": ("attention", attention(None, False, True, BF16, randn(4, 1, 1, dtype=BF16))),
     "positions": ("attention", positions(False)),
     "positions, heads and batch as one": ("attention", positions(True)),
     "few": ("parts", few(False, None)),
     "few, turned": ("parts", few(True, torch.rand(2, 1, 1, 70) > 0.5)),
+    "few, sinks": ("parts", few(False, torch.rand(2, 1, 1, 70) > 0.5, randn(4, 1, 1))),
     "int8 weight": ("blocks", int8_linear(torch.float32, False)),
     "int8 weight, scaled": ("blocks", int8_linear(BF16, True)),
     "int8": ("blocks", int8_mm(3, 5, 37)),
