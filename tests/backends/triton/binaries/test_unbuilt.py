@@ -63,8 +63,9 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def attention(
-    mask: torch.Tensor | None, zero: bool, causal: bool = False, dtype: torch.dtype = torch.float32, sink: torch.Tensor | None = None
-) -> Any:
+    mask: torch.Tensor | None, zero: bool, causal: bool = False, dtype: torch.dtype = torch.float32,
+    sink: torch.Tensor | None = None,
+) -> Any:  # fmt: skip
     q, (k, v) = randn(2, 4, 9, 16, dtype=dtype), randn(2, 2, 2, 11, 16, dtype=dtype)
     stride = (9 * 4 * 16, 16, 4 * 16, 1)  # queries before heads, as the next product reads them
     return lambda: attention_ops.attention(q, k, v, mask, sink, causal, 0.3, zero, stride, ARCH)
