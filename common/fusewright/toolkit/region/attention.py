@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -33,9 +33,9 @@ def not_few_queries(op: OpView, most: int, dtypes: Collection[torch.dtype], larg
     return None
 
 
-def unrepeated(value: Value, graph: RegionGraph, ops: list[OpView]) -> Value:
-    """Return the [B, Hk, L, D] tensor of which `value`, [B, H, L, D], is a copy with every head repeated. Append the ops in
-    between that have no other users to `ops`."""
+def unrepeated(value: Value, graph: RegionGraph, ops: list[OpView], shape: Sequence[Any] | None = None) -> Value:
+    """Return the [B, Hk, L, D] tensor of which `value`, [B, H, L, D] (`shape`, where it is a view of that), is a copy with every
+    head repeated. Append the ops in between that have no other users to `ops`."""
     between: list[OpView] = []
     source = value
     while (made := graph.producer(source)) is not None and made.op in RESHAPES:
@@ -46,7 +46,7 @@ def unrepeated(value: Value, graph: RegionGraph, ops: list[OpView]) -> Value:
     between.append(made)
     inner = next(made.inputs())
     whole, one = spec_of(source).shape, spec_of(inner).shape
-    if not _repeats(whole, one, spec_of(value).shape):
+    if not _repeats(whole, one, spec_of(value).shape if shape is None else shape):
         return value
     made = graph.producer(inner)
     if made is None or made.op != "unsqueeze" or spec_of(next(made.inputs())).shape != (*whole[:2], *whole[3:]):

@@ -135,7 +135,7 @@ def _of_mask(m: Match, c: Calls) -> Match | None:
 
 def _unrepeated(key: Value, value: Value, c: Calls) -> tuple[tuple[Value, Value] | None, list[OpView]]:
     """Return keys and values [B, Hk, K, D] of which [B, H, D, K] and [B, H, K, D] are copies with every head repeated, and the ops
-    in between that nobody else needs."""
+    in between that nobody else needs. (Values of `repeat_interleave` may be viewed as [B * H, K, D] at once.)"""
     ops: list[OpView] = []
     made = made_for_one(through(key, c, ops), c)
     if made is None or made.op != "transpose" or len(shape_of(key)) != 4 or shape_of(made.out) != shape_of(key):
@@ -144,7 +144,7 @@ def _unrepeated(key: Value, value: Value, c: Calls) -> tuple[tuple[Value, Value]
         return None, []
     ops.append(made)
     repeated = next(made.inputs())
-    found = unrepeated(repeated, c.graph, ops), unrepeated(value, c.graph, ops)
+    found = unrepeated(repeated, c.graph, ops), unrepeated(value, c.graph, ops, shape_of(repeated))
     if found == (repeated, value) or shape_of(found[0]) != shape_of(found[1]):
         return None, []
     return found, ops

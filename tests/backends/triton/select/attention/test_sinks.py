@@ -115,11 +115,19 @@ def unshifted(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sink: Tensor) -> Te
     return spelled(q, k, v, mask, sink, shifted=False)
 
 
+def interleaved(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sink: Tensor) -> Tensor:
+    """Values that are repeated so are viewed as a stack of matrices at once, without a dim for heads."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = torch.matmul(q, k.mT) * 0.2 + mask
+    return torch.matmul(torch.cat([scores, sink], -1).softmax(-1)[..., :-1], v)
+
+
 @pytest.mark.parametrize(
     ("inner", "kv_heads", "queries", "operator"),
     [
         (spelled, 2, 9, "attention"), (spelled, 4, 9, "attention"), (spelled, 2, 1, "attention_decode"),
         (unshifted, 1, 9, "attention"), (unshifted, 2, 1, "attention_decode"), (wide_cat, 4, 9, "attention"),
+        (interleaved, 2, 9, "attention"), (interleaved, 2, 1, "attention_decode"),
         (first_dropped, 4, 9, None), (weights_kept, 4, 9, None),
     ],
 )  # fmt: skip
