@@ -23,6 +23,9 @@ ID = "product.gathered"
 
 OPERATOR = "aten._grouped_mm.default"
 
+ALIGNED = 16
+"""Eager starts each row of a result at a multiple of so many bytes, which FakeTensor of builds without CUDA leaves out."""
+
 Gathers: TypeAlias = Callable[[torch.dtype, int, int, int, int], bool]
 
 
@@ -62,7 +65,8 @@ def _fits(node: Node, rows: Node, matrices: Node, gathers: Gathers) -> bool:
     if x.dim() != 2 or w.dim() != 3 or not all(isinstance(n, int) and n for n in (*x.shape, *w.shape)):
         return False
     alike = x.dtype == w.dtype == value_of(node).dtype
-    return alike and gathers(x.dtype, x.shape[0], *w.shape)
+    dense = not w.shape[2] * w.dtype.itemsize % ALIGNED
+    return alike and dense and gathers(x.dtype, x.shape[0], *w.shape)
 
 
 def _product(r: Rewriter, node: Node, rows: Node, matrices: Node, ends: Node) -> Node | None:

@@ -57,3 +57,10 @@ def test_a_device_whose_library_is_faster_keeps_the_call() -> None:
     gather(graph, None, log)
     gather(graph, lambda *sizes: True, RuleLog(frozenset({ID})))
     assert str(graph) == before
+
+
+def test_rows_that_eager_pads_keep_the_call() -> None:
+    given = (ROWS, torch.randn(4, 9, 16).bfloat16(), torch.tensor([1, 3, 3, 6], dtype=torch.int32))
+    graph, log, asked = _rewritten(*given)
+    assert not log.hits[ID] and not asked and _experts(*given).stride() == (16, 1)
+    assert GraphModule(torch.nn.Module(), graph)(*given).stride() == (16, 1)
