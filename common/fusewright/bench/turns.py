@@ -24,7 +24,7 @@ class Turns:
         self._stopped = False
 
     def open(self) -> None:
-        """Start a run."""
+        """Let processes start again, once the threads of a stopped run have ended."""
         self._stopped = False
 
     @contextlib.contextmanager

@@ -251,7 +251,6 @@ def _measure_all(
     ran, failures = 0, []
     show_status = console.is_terminal and not verbose
     pool = ThreadPoolExecutor(settings.ahead + 1)
-    TURNS.open()
     with console.status("") as status:
 
         def row_of(index: int, model: str, dtype: str) -> dict[str, Any]:
@@ -288,6 +287,7 @@ def _measure_all(
             if left:
                 TURNS.stop()  # else threads would wait for their processes
             pool.shutdown()
+            TURNS.open()  # what this process measures next is not stopped
     return ran, failures, bool(left)
 
 

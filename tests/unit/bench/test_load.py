@@ -14,7 +14,7 @@ from fusewright.bench.contenders import EAGER, KNOWN
 from fusewright.bench.load import OthersMeter
 from fusewright.bench.measure import measure
 from fusewright.bench.steady import Settings
-from fusewright.bench.turns import TURNS, Stopped, Turns
+from fusewright.bench.turns import Stopped, Turns
 from fusewright.bench.worker import WorkerError
 
 TOYS = Path(__file__).with_name("toy_models.py")
@@ -149,6 +149,5 @@ def test_an_interrupted_run_ends_its_processes_and_starts_none() -> None:
 @pytest.mark.parametrize(("check", "held"), [("all", [True, True]), ("ours", [False, True]), ("none", [False, False])])
 def test_whose_results_are_compared(check: str, held: list[bool]) -> None:
     settings = Settings(seconds=0.05, warm_seconds=0.05, check=check)  # type: ignore[arg-type]
-    TURNS.open()
     row = measure(f"{TOYS}:mlp", "fp32", [EAGER, KNOWN["dynamo-eager"], KNOWN["aot_eager"]], settings, lambda text: None)
     assert ["accuracy" in row["contenders"][name] for name in ("dynamo-eager", "aot_eager")] == held
