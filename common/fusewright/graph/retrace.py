@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -182,12 +182,16 @@ def infer(node: Node) -> Any:
     args, kwargs = torch.fx.node.map_arg(given, value_of)
     if target is operator.getitem:
         return operator.getitem(*args)
-    fakes = [value_of(n) for n in node.all_input_nodes if isinstance(value_of(n), torch.Tensor)]
-    with _settled(fakes[0] if fakes else None):
+    with _settled(_any_fake((*node.all_input_nodes, *node.graph.nodes))):
         val = target(*args, **kwargs)
         row = ops.find(target) if compat.is_overload(target) else None
         row = row if row is not None and row.target is target else None
         return as_eager(row, args, kwargs, typed(row, args, kwargs, val))
+
+
+def _any_fake(nodes: Iterable[Node]) -> torch.Tensor | None:
+    """A FakeTensor among the values of nodes. A call without tensors, such as `randn`, needs one too: it would really draw."""
+    return next((v for n in nodes if isinstance(v := n.meta.get("val"), torch.Tensor) and compat.is_fake(v)), None)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -97,3 +98,19 @@ def test_what_was_traced_wrong_in_one_layer_is_wrong_in_those_with_other_states(
     graph, nodes = dropped(1, 2)
     canonicalize(graph)
     assert retrace.alike(graph, nodes[0]) == nodes
+
+
+def test_tracing_a_call_without_tensors_draws_nothing() -> None:
+    """Otherwise the device's own generator would move on while a backward is compiled."""
+
+    def noise(x: Tensor, state: Tensor) -> Tensor:
+        return x + aten.randn.default([8], device="cpu")
+
+    graph = make_fx(noise, tracing_mode="fake")(torch.empty(8), torch.empty(())).graph
+    state = graph.find_nodes(op="placeholder")[1]
+    (node,) = wrapped(graph, aten.randn.default, state)
+    state.meta["val"] = torch.Generator()
+    before = torch.get_rng_state()
+    canonicalize(graph)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert isinstance(node.meta["val"], FakeTensor) and node.meta["val"].shape == (8,)
