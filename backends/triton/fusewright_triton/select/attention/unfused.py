@@ -44,9 +44,9 @@ def reason(op: OpView) -> str | None:
 class Spelled:
     """weights = softmax(query [N, Q, D] @ key [N, D, K] * scale + terms); `product` = weights @ value [N, K, D].
 
-    `terms` are summands with the shapes that they are broadcast to, `scores` the shape of the product of queries and keys.
-    `hidden` marks scores set to -inf, `sink` is one more score of each row, which has no value. `ops` compute all of it; their
-    intermediate values have no other reader.
+    `terms` are summands with the shapes that they are broadcast to, `scores` the shape of the product of queries and keys, which is
+    what `hidden` and `sink` are broadcast to. `hidden` marks scores set to -inf, `sink` is one more score of each row, which has no
+    value. `ops` compute all of it; their intermediate values have no other reader.
     """
 
     product: OpView
@@ -93,6 +93,8 @@ def _spelled(m: Match, c: Calls) -> Spelled | None:
         if not same or not spec_of(query).dtype == spec_of(key).dtype == spec_of(value).dtype:
             return None
         rest = [*found.terms[:k], *found.terms[k + 1 :]]
+        if hidden is not None or sink is not None:  # which fit the scores as model code views them, not as they are multiplied
+            frame = shape_of(scores)
         ops += [*found.ops, *mine, scored]
         return Spelled(product, query, key, value, before * after, rest, frame, hidden, sink, ops)
     return None

@@ -328,7 +328,8 @@ def heads_spelled_out(g: Sketch, dtype: torch.dtype, mask: Tensor | None, scale:
     split[1] = g.op("transpose", split[1], -2, -1)
     contiguous = [g.op("clone", g.op("expand", x, list(x.spec.shape)), memory_format=torch.contiguous_format) for x in split]
     q3, k3, v3 = (g.op("view", x, [6, *x.spec.shape[2:]]) for x in contiguous)
-    scores = g.op("mul", g.op("view", g.op("bmm", q3, k3), [2, 3, 20, 30]), scale)
+    scores = g.op("view", g.op("bmm", q3, k3), [2, 3, 20, 30])
+    scores = scores if scale == 1 else g.op("mul", scores, scale)
     if mask is not None:
         given = g.input(mask)
         scores = g.op("masked_fill", scores, given, -math.inf) if mask.dtype == torch.bool else g.op("add", scores, given)
@@ -344,18 +345,19 @@ HIDDEN[:, :, :, 20:] = -math.inf
     "mask",
     [None, HIDDEN, HIDDEN != 0, torch.randn(20, 30), torch.randn(1, 3, 20, 30), torch.full((20, 30), -math.inf)],
 )
+@pytest.mark.parametrize("scale", [0.25, 1.0])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_attention_that_is_spelled_out(dtype: str, mask: Tensor | None) -> None:
+def test_attention_that_is_spelled_out(dtype: str, scale: float, mask: Tensor | None) -> None:
     torch.manual_seed(0)
     g = Sketch()
     mask = mask.to(DTYPES[dtype]) if mask is not None and mask.dtype != torch.bool else mask
-    y = heads_spelled_out(g, DTYPES[dtype], mask, 0.25)
+    y = heads_spelled_out(g, DTYPES[dtype], mask, scale)
     fragment = compiled(g, [y])
     ran = targets(fragment)
     assert ATTENTION in ran and "aten::clone" not in ran and "aten::bmm" not in ran
     (ours,), (eager,) = g.run(fragment, [y]), g.expected([y])
     q, k, v = (g.tensors[x.id].transpose(1, 2).double() for x in g.inputs[:3])
-    scores = q @ k.transpose(-2, -1) * 0.25
+    scores = q @ k.transpose(-2, -1) * scale
     if mask is not None:
         scores = scores.masked_fill(mask, -math.inf) if mask.dtype == torch.bool else scores + mask.double()
     passes(scores.softmax(-1) @ v, eager, ours, dtype)
