@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -182,7 +183,7 @@ def infer(node: Node) -> Any:
     args, kwargs = torch.fx.node.map_arg(given, value_of)
     if target is operator.getitem:
         return operator.getitem(*args)
-    with _settled(_any_fake((*node.all_input_nodes, *node.graph.nodes))):
+    with _settled(_any_fake(chain(node.all_input_nodes, node.graph.nodes))):
         val = target(*args, **kwargs)
         row = ops.find(target) if compat.is_overload(target) else None
         row = row if row is not None and row.target is target else None
