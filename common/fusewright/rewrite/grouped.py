@@ -24,7 +24,7 @@ ID = "product.gathered"
 OPERATOR = "aten._grouped_mm.default"
 
 ALIGNED = 16
-"""Eager starts each row of a result at a multiple of so many bytes, which FakeTensor of builds without CUDA leaves out."""
+"""Eager starts each row of a result at a multiple of so many bytes, which FakeTensor leaves out in builds without its devices."""
 
 Gathers: TypeAlias = Callable[[torch.dtype, int, int, int, int], bool]
 
