@@ -33,8 +33,10 @@ def gather(graph: Graph, gathers: Gathers | None, log: RuleLog) -> None:
     """Rewrite the grouped products of a canonical graph of inference that are faster with gathered matrices."""
     if gathers is None or ID in log.disabled:
         return
-    r = Rewriter(graph, log)
     found = [n for n in graph.nodes if n.op == "call_function" and READER.name(n) == OPERATOR]
+    if not found:
+        return
+    r = Rewriter(graph, log)
     if any([_gathered(r, n, gathers) for n in found]):
         drop_dead_code(graph)
 

@@ -293,10 +293,15 @@ class Grouper:
 
     def _read_within(self, value: int, ops: Collection[int]) -> bool:
         """Whether only these ops read a value, also by way of inlined ops."""
-        if value in self.needed:
-            return False
-        others = [user for user in self.flow.users.get(value, ()) if user.id not in ops]
-        return all(self.flow.is_inline(u) and all(self._read_within(v.id, ops) for v in u.outs) for u in others)
+        todo, inlined = [value], set[int]()
+        while todo:
+            v = todo.pop()
+            users = [u for u in self.flow.users.get(v, ()) if u.id not in ops and u.id not in inlined]
+            if v in self.needed or not all(map(self.flow.is_inline, users)):
+                return False
+            inlined.update(u.id for u in users)
+            todo += [out.id for u in users for out in u.outs]
+        return True
 
     def _probed(
         self, unit: Unit, group: Group, space: Space, levels: Mapping[int, Level], builder: Builder | None = None
