@@ -114,10 +114,12 @@ def to_refs(index: GraphIndex, arg: Any) -> Any:
 
 def aten_call(index: GraphIndex, node: Node) -> Call:
     """The instruction that runs an op node exactly as eager does."""
-    return replace(_call(index, node, node.target, node.args, node.kwargs), op_id=index.op_id(node))
+    return _call(index, node, node.target, node.args, node.kwargs, op_id=index.op_id(node))
 
 
-def _call(index: GraphIndex, node: Node, operator: Any, given: Sequence[Any], named: Mapping[str, Any]) -> Call:
+def _call(
+    index: GraphIndex, node: Node, operator: Any, given: Sequence[Any], named: Mapping[str, Any], **more: Any
+) -> Call:
     """The call of an operator that makes the values of a node. Trailing defaults are left out, which is faster to parse."""
     target, args = concrete(operator, given), list(given)
     formals = target._schema.arguments
@@ -127,7 +129,8 @@ def _call(index: GraphIndex, node: Node, operator: Any, given: Sequence[Any], na
     outs = index.values(node)
     packed = isinstance(node.meta.get("val"), tuple | list)
     kwargs = tuple((k, to_refs(index, v)) for k, v in named.items() if v is not None or k in required)
-    return Call(qualified_name(target), to_refs(index, tuple(args)), tuple(v.id for v in outs), kwargs, packed=packed)
+    ids = tuple(v.id for v in outs)
+    return Call(qualified_name(target), to_refs(index, tuple(args)), ids, kwargs, packed=packed, **more)
 
 
 def call_of(op: OpView) -> Call:
@@ -194,8 +197,8 @@ def _python_call(index: GraphIndex, node: Node) -> Instruction:
     outs = tuple(v.id for v in index.values(node))
     target: Any = node.target
     if (found := stated(node)) is not None:
-        call = _call(index, node, found.operator, found.args, found.kwargs)
-        return replace(call, generator=to_refs(index, found.generator))
+        generator = to_refs(index, found.generator)
+        return _call(index, node, found.operator, found.args, found.kwargs, generator=generator)
     module = {"_operator": "operator", "operator": "operator", "math": "math", "builtins": "builtins"}.get(
         getattr(target, "__module__", ""), ""
     )

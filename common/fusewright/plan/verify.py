@@ -323,7 +323,7 @@ def _generators(p: PlanFacts) -> Iterator[str]:
     for v in sorted(given):
         if v not in p.plan.inputs or v in p.plan.specs or v in p.plan.scalars:
             yield f"%{v} is no generator, but drawn from"
-    for k, i in enumerate(p.plan.instructions):
+    for k, i in enumerate(p.plan.instructions if given else ()):
         others = reads(replace(i, generator=None) if isinstance(i, Call) else i)
         yield from (f"{_name(k, i)} reads the generator %{v}" for v in sorted(given.intersection(others)))
     if any(isinstance(i, Call) and i.generator is not None for i in p.plan.prepare):

@@ -242,9 +242,9 @@ def _transposes(shape: _Shape, a: int, b: int) -> bool:
 def _rows(kernel: Kernel, shape: _Shape, target: Target, static: bool) -> Config:
     """Configure reductions along contiguous memory."""
     every = tuple(range(shape.n_p))
-    large = _matrices(kernel, shape, target.schedule.matrix)
+    large, shared = _matrices(kernel, shape, target.schedule.matrix)
     if static and shape.row and large:
-        return _products(shape, _absent(large, shape, kernel), len(large), target)
+        return _products(shape, shared, len(large), target)
     row = _pow2(max(shape.row, 2))
     limit = target.schedule.persistent // max(1, (shape.live + 1) // 4)
     if static and shape.row and row <= limit:
@@ -308,40 +308,31 @@ def matrices(kernel: Kernel) -> frozenset[int]:
     """Return the buffers that products of few rows read once, beside rows that all programs read; none in other kernels."""
     hints = kernel.hints
     shape = _shape(kernel, tuple(evaluate(s, hints) for s in kernel.sizes))
-    return frozenset(n.buffer for n in _matrices(kernel, shape, FORMULA.matrix) if n.buffer is not None)
+    return frozenset(n.buffer for n in _matrices(kernel, shape, FORMULA.matrix)[0] if n.buffer is not None)
 
 
-def _matrices(kernel: Kernel, shape: _Shape, least: int) -> list[Node]:
-    """Return loads of the large operands (at least `least` elements) of products of few rows, in a kernel that only reduces. A
-    matrix may be chosen by its number, as long as its rows are read in order."""
+def _matrices(kernel: Kernel, shape: _Shape, least: int) -> tuple[list[Node], tuple[int, ...]]:
+    """Return loads of the large operands (at least `least` elements) of products of few rows, in a kernel that only reduces, and
+    the axes of P along which rows share them. A matrix may be chosen by its number, as long as its rows are read in order."""
     loads = [n for n in _accesses(kernel) if n.op == "load" and n.index is not None and _over_row(n, shape)]
     stores = any(n.op == "store" and n.index is not None and _over_row(n, shape) for n in _accesses(kernel))
     if shape.row < SHORT or stores or len(loads) < 2:
-        return []
-    chosen = {n.id: _chosen_along(n, kernel) for n in loads}
-    if any(a >= shape.n_p for axes in chosen.values() for a in axes):
-        return []
-    axes = {n.id: n.index.axes() | chosen[n.id] for n in loads if n.index is not None}
+        return [], ()
+    axes = {n.id: n.index.axes() for n in loads if n.index is not None}
+    if any(n.index is not None and n.index.indirect for n in loads):
+        known = kernel.axes_of()
+        for n in loads:
+            chosen = frozenset[int]().union(*(known[i.value] for i in n.index.indirect))  # type: ignore[union-attr]
+            if any(a >= shape.n_p for a in chosen):
+                return [], ()
+            axes[n.id] |= chosen
     reach = {n.id: _product(tuple(shape.sizes[a] for a in axes[n.id])) for n in loads}
     large = [n for n in loads if reach[n.id] * 2 > max(reach.values())]
-    absent = _absent(large, shape, kernel)
-    if len(large) == len(loads) or max(reach.values()) < least or _product(tuple(shape.sizes[a] for a in absent)) > 8:
-        return []
-    return large
-
-
-def _chosen_along(n: Node, kernel: Kernel) -> frozenset[int]:
-    """Return the axes of the numbers that an address depends on."""
-    if n.index is None or not n.index.indirect:
-        return frozenset()
-    axes = kernel.axes_of()
-    return frozenset().union(*(axes[i.value] for i in n.index.indirect))
-
-
-def _absent(large: list[Node], shape: _Shape, kernel: Kernel) -> tuple[int, ...]:
-    """Return the axes of P that these operands do not have."""
-    axes = {a for n in large if n.index is not None for a in n.index.axes() | _chosen_along(n, kernel)}
-    return tuple(a for a in range(shape.n_p) if a not in axes)
+    held = frozenset[int]().union(*(axes[n.id] for n in large))
+    shared = tuple(a for a in range(shape.n_p) if a not in held)
+    if len(large) == len(loads) or max(reach.values()) < least or _product(tuple(shape.sizes[a] for a in shared)) > 8:
+        return [], ()
+    return large, shared
 
 
 def _over_row(n: Node, shape: _Shape) -> bool:

@@ -183,7 +183,7 @@ class Dropped(nn.Module):
 def checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make AOTAutograd's partitioner treat the host as it treats GPUs."""
     if not hasattr(utils, TYPES):
-        pytest.skip("this torch gives generators to CUDA devices alone")
+        pytest.skip("this torch gives generators to CUDA devices alone; runs with torch 2.13")
     monkeypatch.setattr(utils, TYPES, {"cpu"})
     name, device = "apply_graphsafe_rng_functionalization", torch.device("cpu", 0)
     apply = getattr(partitioners, name)
