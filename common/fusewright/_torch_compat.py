@@ -192,11 +192,9 @@ def settled_size(size: Any) -> Any:
 
 def statically_true(condition: Any) -> bool:
     """Whether a (symbolic) condition holds for every size, without adding a guard."""
-    if isinstance(condition, bool):
-        return condition
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-    return bool(statically_known_true(condition))
+    return condition if isinstance(condition, bool) else bool(statically_known_true(condition))
 
 
 def is_zero_tensor(t: torch.Tensor) -> bool:
@@ -714,9 +712,12 @@ storage_uses: Callable[[int], int] = torch._C._storage_Use_Count
 """The reference count of a storage with this `storage_id`, including Python objects of it."""
 
 
-def forward_results() -> int:
-    """How many results of the forward graph that AOTAutograd is compiling are not saved for backward; they come first."""
-    return int(_traced("num_forward") or 0)
+def forward_results() -> tuple[int, list[int]]:
+    """How many results of the graph that AOTAutograd is compiling are not saved for backward, which come first, and the positions
+    of those that are views of its inputs."""
+    first, results = _traced("num_mutated_inp_runtime_indices") or 0, _traced("output_info") or ()
+    views = [first + k for k, o in enumerate(results) if o.output_type.name == "alias_of_input"]
+    return int(_traced("num_forward") or 0), views
 
 
 def clear_workspaces() -> None:

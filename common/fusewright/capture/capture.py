@@ -9,14 +9,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from fusewright import _torch_compat as compat
 from fusewright import storage
 from fusewright.capture import direct
 from fusewright.capture.joint import before_cut, write_out_steps
-from fusewright.graph.effects import writes, written
+from fusewright.graph.effects import may_share, writes, written
 from fusewright.graph.spec import value_of
+from fusewright.graph.view import is_op
 from fusewright.interface import Phase
 
 if TYPE_CHECKING:
@@ -94,9 +95,11 @@ def through_aot(
             constants = constant_placeholders(aten) if phase == "infer" and trackable else frozenset()
             if untraced:
                 aten.meta[storage.UNTRACED] = untraced
+            count, views = compat.forward_results() if phase != "backward" else (0, [])
+            _read_from_inputs(aten.graph, views)
             run = compile_graph(aten, phase, constants, mode)
             if phase == "forward":
-                run = _bases(run, _made(aten, compat.forward_results()))
+                run = _bases(run, _made(aten, count))
             run = storage.materializing(run, _unguarded(aten, phase, wrapped))
             run._boxed_call = True  # type: ignore[attr-defined]
             return run
@@ -111,6 +114,25 @@ def through_aot(
         inference=compiler("infer"),
         joint=partial(before_cut, multiple=multiple),
     )
+
+
+def _read_from_inputs(graph: Graph, places: Sequence[int]) -> None:
+    """Make the results at `places`, which are views of inputs, anew from those that are written: AOTAutograd asks each result where
+    in the input's memory it begins."""
+    made: dict[Any, Node] = {n.args[1]: n for n in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)}
+    (output,) = graph.find_nodes(op="output")
+    results = list(output.args[0])
+    for k in places if made else ():
+        views, source = list[Node](), results[k]
+        while isinstance(source, Node) and source not in made and is_op(source) and may_share(source):
+            views.append(source)
+            source = source.args[0]
+        if source in made:
+            with graph.inserting_before(output):
+                for view in reversed(views):
+                    made[view] = graph.node_copy(view, lambda n: made.get(n, n))
+            results[k] = made[results[k]]
+    output.args = (tuple(results),)
 
 
 def _made(aten: GraphModule, count: int) -> list[int]:

@@ -30,7 +30,7 @@ from fusewright.plan.inplace import copied_together, reduced_in_place, updated_i
 from fusewright.plan.replay.inference import DIVIDE
 from fusewright.plan.replay.pieces import PIECES
 from fusewright.plan.verify import FRAGMENT, PLACE, PLAN, Answer
-from fusewright.rewrite import batches, branches, contractions, expand, grouped, pairs, widen
+from fusewright.rewrite import batches, branches, contractions, expand, grouped, pairs, widen, written
 from fusewright.rewrite.engine import Rewriter
 from fusewright.rewrite.loops import associative, filled, recurrence, unrolled
 from fusewright.rewrite.rules import RULES
@@ -72,6 +72,7 @@ JOIN_SCANS = Pass("joined_scans", "graph", GRAPH, associative.join, in_place)
 RECUR = Pass("recurrences", "graph", GRAPH, recurrence.recur, in_place)
 FILL = Pass("filled", "graph", GRAPH, filled.fill, in_place)
 ROLL = Pass("rolled", "graph", GRAPH, unrolled.roll, in_place)
+WRITE = Pass("written", "graph", GRAPH, written.write, in_place)
 BATCHES = Pass("batches", "graph", GRAPH, batches.lay_out, in_place)
 EXPAND = Pass("expand", "graph", GRAPH, expand.on_claim, lambda args, expanded: expanded[:1])
 PARTITION = Pass("partition", "graph", REGION, partition, lambda args, found: found.regions)
@@ -87,7 +88,8 @@ PASSES: tuple[tuple[str, str, tuple[Pass[Any, Any], ...]], ...] = (
     # numbers as pairs; common subexpressions; scans, recurrences and loops; matrices of batched products; composites opened
     # on claim
     ("graph", "graph", (
-        CANONICALIZE, REWRITE, BRANCHES, GATHER, CONTRACT, WIDEN, PAIRS, CSE, JOIN_SCANS, RECUR, FILL, ROLL, BATCHES, EXPAND,
+        CANONICALIZE, REWRITE, BRANCHES, GATHER, CONTRACT, WIDEN, PAIRS, CSE, JOIN_SCANS, RECUR, FILL, ROLL, WRITE, BATCHES,
+        EXPAND,
     )),
     # claimed ops in convex groups; the backend's rewrite rows over a region; its calls and kernels for a region
     ("graph", "region", (PARTITION,)),

@@ -16,11 +16,12 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
-from fusewright.interface import TensorSpec
+from fusewright.interface import Dim, TensorSpec
 from fusewright.plan.build import Plan, shared_by, written_by
 from fusewright.plan.ir import Call, Instruction, Launch, Ref, reads
 from fusewright.plan.memory import roots_of
 from fusewright.plan.vocabulary import ALL_REDUCE, COPIES, LISTED, OVERWRITING_ALL_REDUCE
+from fusewright.toolkit.ir.extent import distinct
 
 COPY = "aten::copy_.default"
 CLONE = "aten::clone.default"
@@ -222,15 +223,10 @@ def _copied(i: Instruction) -> tuple[int, int] | None:
 def _alike(specs: Mapping[int, TensorSpec], x: int, new: int) -> bool:
     """Whether a kernel that makes `new` could write to `x` instead: same type, and no two elements at one address."""
     a, b = specs[x], specs.get(new)
-    if b is None or not a.static or (a.shape, a.stride, a.dtype, a.device) != (b.shape, b.stride, b.dtype, b.device):
+    if b is None or (a.shape, a.stride, a.dtype, a.device) != (b.shape, b.stride, b.dtype, b.device):
         return False
-    real = sorted((int(step), int(n)) for step, n in zip(a.stride, a.shape, strict=True) if n != 1)  # type: ignore[arg-type]
-    end = 0
-    for step, n in real:
-        if step <= end:
-            return False
-        end += step * (n - 1)
-    return True
+    shape, stride = ([n.expr if isinstance(n, Dim) else n for n in sizes] for sizes in (a.shape, a.stride))
+    return distinct(shape, stride)
 
 
 def _scattered(found: _Instructions, copy: Instruction, x: int, new: int, kernels: Mapping[str, Any]) -> bool:
@@ -249,12 +245,17 @@ def _scattered(found: _Instructions, copy: Instruction, x: int, new: int, kernel
     if not copies(kernels[start.kernel]) or len(found.readers(begun)) != 1:
         return False
     at = found.position(update)
-    if any(found.position(i) >= at for i in found.readers(x) if i is not copy):
+    if any(found.position(i) >= at for i in found.readers(x) if i is not copy and not _asks_sizes(i, x)):
         return False
     given = tuple(Ref(x) if k == position else r for k, r in enumerate(update.inputs))
     found.put(replace(update, inputs=given), update)
     found.drop(start)
     return True
+
+
+def _asks_sizes(i: Instruction, x: int) -> bool:
+    """Whether an instruction reads nothing of `x` but its sizes."""
+    return isinstance(i, Launch) and not {Ref(x)} & {*i.inputs, *i.scalars}
 
 
 def copies(kernel: Any) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, TypeGuard
 
 import torch
@@ -106,7 +107,7 @@ class Rewriter:
 
     def _infer(self, node: Node) -> Any:
         vals = torch.fx.node.map_arg((node.args, node.kwargs), value_of)
-        sources = node.all_input_nodes or self.graph.nodes  # a graph may have no inputs
+        sources = chain(node.all_input_nodes, self.graph.nodes)  # a node may have no tensors as inputs
         fake = next(val for n in sources if isinstance(val := value_of(n), torch.Tensor))
         with compat.fake_mode_of(fake), compat.assuming_nothing(fake):
             return node.target(*vals[0], **vals[1])  # type: ignore[operator]

@@ -39,6 +39,7 @@ def _simplify(c: Compilation) -> None:
         c.do(passes.RECUR, c.graph, c.rules)
         c.do(passes.FILL, c.graph, c.rules)
         c.do(passes.ROLL, c.graph, c.rules)
+        c.do(passes.WRITE, c.graph, c.rules)
         c.do(passes.BATCHES, c.graph, c.backend.policy().batches, c.rules)
 
 

@@ -80,7 +80,7 @@ class Handover:
         """The handover of the graph that AOTAutograd is compiling."""
         if phase != "forward":
             return cls()
-        results = compat.forward_results()
+        results = compat.forward_results()[0]
         return cls(results, compat.static_input_indices(), results > 0)
 
 

@@ -4,6 +4,8 @@ While a kernel is being built, symbols are whatever the builder was given (mostl
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from fusewright.sizes.expr import (
     Atom,
     Extent,
@@ -21,7 +23,7 @@ from fusewright.sizes.expr import (
 )
 
 __all__ = [
-    "Atom", "Extent", "SizeExpr", "apply", "atoms", "divide", "evaluate", "nonnegative", "product", "rename",
+    "Atom", "Extent", "SizeExpr", "apply", "atoms", "distinct", "divide", "evaluate", "nonnegative", "product", "rename",
     "substitute", "symbol",
 ]  # fmt: skip
 
@@ -29,6 +31,19 @@ __all__ = [
 def nonnegative(e: Extent) -> bool:
     """Whether `e >= 0` evidently holds for all symbols >= 0 (no coefficient is negative)."""
     return all(c >= 0 for _, c in terms_of(e))
+
+
+def distinct(shape: Sequence[Extent], stride: Sequence[Extent]) -> bool:
+    """Whether no two elements of a tensor evidently share an address, whatever its symbolic sizes are."""
+    real = [(step, n) for n, step in zip(reversed(shape), reversed(stride), strict=True) if n != 1]
+    if not any(isinstance(step, SizeExpr) for step, _ in real):
+        real.sort(key=lambda pair: evaluate(pair[0], {}))
+    reach: Extent = 0
+    for step, n in real:
+        if not nonnegative(step - reach - 1):
+            return False
+        reach = reach + (n - 1) * step
+    return True
 
 
 def rename(e: Extent, names: dict[Atom, Atom]) -> Extent:

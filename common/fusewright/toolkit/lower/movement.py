@@ -12,7 +12,7 @@ from fusewright.toolkit.ir import Index, Val
 from fusewright.toolkit.ir.extent import Extent
 from fusewright.toolkit.ir.types import TYPES, from_torch
 from fusewright.toolkit.lower import messages
-from fusewright.toolkit.lower.views import dim_of, insert, number, start_of, static_start
+from fusewright.toolkit.lower.views import dim_of, insert, known_start, number, selected, signed, start_of
 from fusewright.toolkit.rules.evaluate import compute_dtype
 from fusewright.toolkit.rules.kinds import Evaluator, Map, Table
 from fusewright.toolkit.rules.space import At, Shape, dense_strides, product, shape_of
@@ -288,7 +288,7 @@ def _slice_scatter(e: Evaluator, op: OpView, k: int, at: At) -> Val:
 
 def _scattered_slice(op: OpView) -> str | None:
     fixed = isinstance(start_of(op), int) or op.arg("step") == 1
-    return static_start(op) if fixed else "steps from the end of a symbolic size"
+    return known_start(op) if fixed else "steps from a symbolic start"
 
 
 def _in_slice(e: Evaluator, index: Index, start: Any, size: Any, step: int) -> tuple[Val, Index]:
@@ -308,8 +308,7 @@ def _in_slice(e: Evaluator, index: Index, start: Any, size: Any, step: int) -> t
 
 def _select_scatter(e: Evaluator, op: OpView, k: int, at: At) -> Val:
     x, src, d = op.arg("self"), op.arg("src"), dim_of(op)
-    i, size = op.arg("index"), shape_of(x.spec)[d]
-    here = e.position(at.dims[d]).eq(_value(e, i if i >= 0 else size + i))
+    here = e.position(at.dims[d]).eq(_value(e, selected(op, shape_of(x.spec)[d])))
     rest = [a for a in range(len(at.shape)) if a != d]
     t = out_type(op)
     with e.masked(here):
@@ -352,10 +351,6 @@ def _slice_grad(op: OpView) -> str | None:
     elif len(shape) == len(sizes) and shape[d] != 1:
         sizes[d] = shape[d]
     return None if list(shape) == sizes else "a gradient of another shape than the slice's"
-
-
-def _static_select(op: OpView) -> str | None:
-    return None if isinstance(op.arg("index"), int) else "a symbolic index"
 
 
 def _diagonal_scatter(e: Evaluator, op: OpView, k: int, at: At) -> Val:
@@ -511,8 +506,8 @@ TABLE: Table = {
         "repeat": Map(_repeat),
         "tril": Map(_triangle(lambda column, row: column <= row)),
         "triu": Map(_triangle(lambda column, row: column >= row)),
-        "slice_scatter": Map(_slice_scatter, _scattered_slice, cost=6, symbols=("end",)),
-        "select_scatter": Map(_select_scatter, _static_select, cost=6),
+        "slice_scatter": Map(_slice_scatter, _scattered_slice, cost=6, symbols=("start", "end")),
+        "select_scatter": Map(_select_scatter, signed, cost=6, symbols=("index",)),
         "diagonal_scatter": Map(_diagonal_scatter, _plain_offset, cost=6),
         "select_backward": Map(_select_backward, _static_grad, cost=6),
         "slice_backward": Map(_slice_backward, _slice_grad, cost=6, symbols=("end",)),

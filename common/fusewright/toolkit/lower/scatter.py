@@ -9,7 +9,7 @@ import torch
 
 from fusewright.interface import OpView
 from fusewright.toolkit.ir import Index, Val
-from fusewright.toolkit.ir.extent import Extent, SizeExpr, evaluate, nonnegative
+from fusewright.toolkit.ir.extent import Extent, distinct
 from fusewright.toolkit.ir.types import TYPES, DType, from_torch, to_torch
 from fusewright.toolkit.lower import messages
 from fusewright.toolkit.lower.movement import index_places, indexed, integer_indices, out_type
@@ -330,16 +330,8 @@ def _clear_strides(op: OpView) -> str | None:
     x, out = op.arg("self").spec, op.out.spec
     if out is None or shape_of(x) != shape_of(out) or stride_of(x) != stride_of(out):
         return "a tensor whose elements share memory"
-    steps = [(number(s), number(n)) for s, n in zip(op.arg("stride"), op.arg("size"), strict=True)]
-    real = [(s, n) for s, n in reversed(steps) if n != 1]
-    if not any(isinstance(s, SizeExpr) for s, _ in real):
-        real.sort(key=lambda pair: evaluate(pair[0], {}))
-    reach: Extent = 0
-    for step, n in real:
-        if not nonnegative(step - reach - 1):
-            return "strides by which elements may share memory"
-        reach = reach + (n - 1) * step
-    return None
+    clear = distinct([number(n) for n in op.arg("size")], [number(s) for s in op.arg("stride")])
+    return None if clear else "strides by which elements may share memory"
 
 
 # ---- by a mask ----

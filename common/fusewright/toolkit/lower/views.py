@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fusewright.interface import Dim, OpView, Value
+from fusewright.interface import Dim, OpView, Value, hint
 from fusewright.sizes.expr import names
 from fusewright.toolkit.ir import Index
 from fusewright.toolkit.ir.extent import Extent
@@ -40,28 +40,42 @@ def _plain(*names: str) -> object:
 
 
 def start_of(op: OpView) -> Extent:
-    """The start of a slice, clipped as in Python; for a symbolic size, as tracing did, which guards it."""
+    """The start of a slice, clipped as in Python; for symbols, as tracing did, which guards it."""
     start = op.arg("start")
     size = op.arg("self").spec.shape[dim_of(op)] if "self" in op.argnames else op.arg("input_sizes")[_grad_dim(op)]
     if start is None:
         return 0
-    if not isinstance(size, int):
-        return int(start) if start >= 0 else extent(size) + start if size.hint + start >= 0 else 0
-    return min(max(start + size, 0) if start < 0 else start, size)
+    if isinstance(start, int) and isinstance(size, int):
+        return min(max(start + size, 0) if start < 0 else start, size)
+    if traced(start) >= 0:
+        return number(start)
+    return extent(size) + number(start) if hint(size) + traced(start) >= 0 else 0
+
+
+def traced(position: int | Value) -> int:
+    """A position, as tracing saw it."""
+    return position if isinstance(position, int) else position.dim.hint  # type: ignore[union-attr]
+
+
+def _guarded(position: int | Value) -> bool:
+    """Whether tracing guarded the sign of a position."""
+    x = number(position)
+    return isinstance(x, int) or not any(s.startswith("u") for s in names(x))
 
 
 def _grad_dim(op: OpView) -> int:
     return int(op.arg("dim")) % len(op.arg("input_sizes"))
 
 
-def static_start(op: OpView) -> str | None:
-    """Only slices whose start and step are known."""
-    if not isinstance(op.arg("step"), int) or not isinstance(op.arg("start"), int | None):
-        return "the start or step of the slice is symbolic"
-    start = op.arg("start") or 0
-    size = op.arg("self").spec.shape[dim_of(op)]
+def known_start(op: OpView) -> str | None:
+    """Only slices whose step is known, and whose start is counted from a known end."""
+    start, size = op.arg("start") or 0, op.arg("self").spec.shape[dim_of(op)]
+    if not isinstance(op.arg("step"), int):
+        return "the step of the slice is symbolic"
+    if not _guarded(start):
+        return "a start that may count from the end"
     unknown = not isinstance(size, int) and any(s.startswith("u") for s in names(extent(size)))
-    return "a start from the end of a size that tracing did not know" if unknown and start < 0 else None
+    return "a start from the end of a size that tracing did not know" if unknown and traced(start) < 0 else None
 
 
 def _reshape(op: OpView, k: int, at: At) -> tuple[Value, At]:
@@ -118,17 +132,20 @@ def insert(at: At, dim: int, index: Index | Extent, size: Extent) -> At:
 
 
 def _select(op: OpView, k: int, at: At) -> tuple[Value, At]:
-    x, d, given = op.arg("self"), dim_of(op), op.arg("index")
-    size, i = shape_of(x.spec)[d], number(given)
-    traced = given.dim.hint if isinstance(given, Value) and given.dim is not None else given
-    return x, insert(at, d, i + size if traced < 0 else i, size)  # tracing has guarded the sign of a symbol
+    x, d = op.arg("self"), dim_of(op)
+    size = shape_of(x.spec)[d]
+    return x, insert(at, d, selected(op, size), size)
 
 
-def _signed(op: OpView) -> str | None:
+def selected(op: OpView, size: Extent) -> Extent:
+    """The position in a dim of this size that a select has, whose sign tracing has guarded if it is a symbol."""
+    given = op.arg("index")
+    return number(given) + size if traced(given) < 0 else number(given)
+
+
+def signed(op: OpView) -> str | None:
     """Only indices whose sign is known."""
-    i = number(op.arg("index"))
-    unknown = not isinstance(i, int) and any(s.startswith("u") for s in names(i))
-    return "an index that may count from the end" if unknown else None
+    return None if _guarded(op.arg("index")) else "an index that may count from the end"
 
 
 def _unbind(op: OpView, k: int, at: At) -> tuple[Value, At]:
@@ -178,8 +195,8 @@ TABLE: Table = {
         "t": View(_t),
         "squeeze": View(_reshape),
         "unsqueeze": View(_reshape),
-        "slice": View(_slice, static_start, ("end",)),
-        "select": View(_select, _signed, ("index",)),
+        "slice": View(_slice, known_start, ("start", "end")),
+        "select": View(_select, signed, ("index",)),
         "split": View(_piece, symbols=("split_size",)),
         "split_with_sizes": View(_piece),
         "unbind": View(_unbind),
