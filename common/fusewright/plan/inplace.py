@@ -18,7 +18,7 @@ from typing import Any
 
 from fusewright.interface import Dim, TensorSpec
 from fusewright.plan.build import Plan, shared_by, written_by
-from fusewright.plan.ir import Call, Instruction, Launch, Ref, reads
+from fusewright.plan.ir import Call, Instruction, Launch, Ref, reads, reads_content
 from fusewright.plan.memory import roots_of
 from fusewright.plan.vocabulary import ALL_REDUCE, COPIES, LISTED, OVERWRITING_ALL_REDUCE
 from fusewright.toolkit.ir.extent import distinct
@@ -42,7 +42,7 @@ def updated_in_place(plan: Plan) -> Plan:
         if pair is None or pair[0] not in given or pair[1] in seen or not _alike(plan.specs, *pair):
             continue
         if found.touch(*pair) == 1:
-            changed |= _scattered(found, c, *pair, plan.kernels) or _computed(found, c, *pair)
+            changed |= _scattered(found, c, *pair, seen, plan.kernels) or _computed(found, c, *pair)
     return replace(plan, instructions=found.in_order()) if changed else plan
 
 
@@ -83,6 +83,21 @@ class _Instructions:
         calls = [k for k, i in self._readers.get(x, {}).items() if not isinstance(i, Launch)]
         launches = [k for k, i in self._writers.get(x, {}).items() if isinstance(i, Launch)]
         return len({*calls, *launches, *self._writers.get(new, ())})
+
+    def before(self, x: int, last: Instruction, apart: Collection[Instruction]) -> bool:
+        """Whether all that reads elements of `x`, or of views of it, but the instructions `apart`, precedes `last`."""
+        views, left = {x}, [x]
+        while left:
+            value = left.pop()
+            for i in self._readers.get(value, {}).values():
+                if any(i is other for other in apart) or value not in reads_content(i):
+                    continue
+                if i is last or self._at[id(i)] > self._at[id(last)]:
+                    return False
+                more = set(i.outs) - views if isinstance(i, Call) and value in shared_by(i) else set()
+                views |= more
+                left += more
+        return True
 
     def put(self, new: Instruction, old: Instruction) -> None:
         """Put `new` in the place of `old`."""
@@ -229,33 +244,41 @@ def _alike(specs: Mapping[int, TensorSpec], x: int, new: int) -> bool:
     return distinct(shape, stride)
 
 
-def _scattered(found: _Instructions, copy: Instruction, x: int, new: int, kernels: Mapping[str, Any]) -> bool:
-    """If a scatter starts from a copy of `x`, make it start from `x` and drop the copy."""
-    update = found.launch(new)
-    if update is None:
-        return False
-    out = update.outs.index(new)
-    position = next((k for o, k in update.updates if o == out), None)
-    if position is None or Ref(x) in update.inputs:
-        return False
-    begun = update.inputs[position].id
-    start = found.launch(begun)
-    if start is None or start.outs != (begun,) or start.inputs != (Ref(x),):
-        return False
-    if not copies(kernels[start.kernel]) or len(found.readers(begun)) != 1:
-        return False
-    at = found.position(update)
-    if any(found.position(i) >= at for i in found.readers(x) if i is not copy and not _asks_sizes(i, x)):
-        return False
-    given = tuple(Ref(x) if k == position else r for k, r in enumerate(update.inputs))
-    found.put(replace(update, inputs=given), update)
-    found.drop(start)
+def _scattered(
+    found: _Instructions, copy: Instruction, x: int, new: int, kept: Collection[int], kernels: Mapping[str, Any]
+) -> bool:
+    """If scatters, each of which starts from a copy of what the one before made, begin with a copy of `x`, make all start from `x`
+    and drop the copies."""
+    scatters, made = list[tuple[Launch, int, Launch]](), new
+    while made != x:
+        scatter = _scatter(found, made, kernels)
+        if scatter is None:
+            return False
+        update, position, start = scatter
+        made = start.inputs[0].id
+        if made in kept or start.inputs[0] in update.inputs or not found.before(made, update, (copy, start)):
+            return False
+        scatters.append(scatter)
+    for update, position, start in scatters:
+        given = tuple(start.inputs[0] if k == position else r for k, r in enumerate(update.inputs))
+        found.put(replace(update, inputs=given), update)
+        found.drop(start)
     return True
 
 
-def _asks_sizes(i: Instruction, x: int) -> bool:
-    """Whether an instruction reads nothing of `x` but its sizes."""
-    return isinstance(i, Launch) and not {Ref(x)} & {*i.inputs, *i.scalars}
+def _scatter(found: _Instructions, made: int, kernels: Mapping[str, Any]) -> tuple[Launch, int, Launch] | None:
+    """The launch that makes a value by changing a copy that nothing else reads, the copy's place among its inputs, and the launch
+    that copies."""
+    update = found.launch(made)
+    out = update.outs.index(made) if update is not None else None
+    position = next((k for o, k in update.updates if o == out), None) if update is not None else None
+    if update is None or position is None:
+        return None
+    begun = update.inputs[position].id
+    start = found.launch(begun)
+    if start is None or start.outs != (begun,) or len(start.inputs) != 1 or len(found.readers(begun)) != 1:
+        return None
+    return (update, position, start) if copies(kernels[start.kernel]) else None
 
 
 def copies(kernel: Any) -> bool:

@@ -179,3 +179,8 @@ def reads(i: Instruction) -> list[int]:
         case CallPython():
             _collect(i.args, found)
     return found
+
+
+def reads_content(i: Instruction) -> list[int]:
+    """Ids of every value that the instruction reads more of than its sizes and its place in memory."""
+    return [r.id for r in (*i.inputs, *i.scalars) if isinstance(r, Ref)] if isinstance(i, Launch) else reads(i)

@@ -18,7 +18,7 @@ from fusewright.errors import BackendContractError
 from fusewright.forms.spec import FormError, Pass, Rule, Spec
 from fusewright.interface import Fragment, OpView, Region, TensorSpec
 from fusewright.plan.build import Plan, generators, may_alias, operator_of, written_by
-from fusewright.plan.ir import Call, CallPython, Instruction, Launch, Ref, reads, refs
+from fusewright.plan.ir import Call, CallPython, Instruction, Launch, Ref, reads, reads_content, refs
 from fusewright.plan.memory import Placement, place, roots_of, storage_bytes
 from fusewright.sizes.expr import Atom, SizeExpr, SizeOf, leaves
 from fusewright.toolkit.ir.types import TYPES
@@ -71,12 +71,18 @@ class Facts:
 
     @cached_property
     def readers(self) -> dict[int, list[int]]:
-        """Value -> the positions at which it, or a possible view of it, is read."""
+        """Value -> the positions at which elements of it, or of a possible view of it, are read."""
         found: dict[int, list[int]] = {}
-        for k, read in enumerate(self.read):
-            for value in {m for r in read for m in self.root(r)}:
+        for k, i in enumerate(self.instructions):
+            for value in {m for r in reads_content(i) for m in self.root(r)}:
                 found.setdefault(value, []).append(k)
         return found
+
+    @cached_property
+    def updated(self) -> dict[int, int]:
+        """Value -> what a kernel that changes it in place makes of it."""
+        launches = (i for i in self.instructions if isinstance(i, Launch))
+        return {i.inputs[r].id: i.outs[o] for i in launches for o, r in i.updates if o < len(i.outs) and r < len(i.inputs)}
 
     @cached_property
     def wanted_memory(self) -> set[int]:
@@ -262,15 +268,18 @@ def _updates(f: Facts) -> Iterator[str]:
             if sum(bool(f.root(a.id) & memory) for a in i.inputs) > 1:
                 yield f"{_name(k, i)} writes over %{x}, which it reads twice"
             for later in sorted({n for m in memory for n in f.readers.get(m, ()) if n > k}):
-                if not _copies_back(j := f.instructions[later], x, out):
+                if not _copies_back(j := f.instructions[later], x, out, f):
                     yield f"{_name(later, j)} reads %{x} after {_name(k, i)} wrote over it"
             if f.wanted_memory & memory:
                 yield f"a result may be %{x}, which {_name(k, i)} writes over"
 
 
-def _copies_back(i: Instruction, x: int, out: int) -> bool:
-    """Whether the instruction is `copy_(x, out)`, by then a copy of a tensor to itself."""
-    return isinstance(i, Call) and i.target == "aten::copy_.default" and i.args[:2] == (Ref(x), Ref(out))
+def _copies_back(i: Instruction, x: int, out: int, f: Facts) -> bool:
+    """Whether the instruction copies to `x` what has become of it, by then a copy of a tensor to itself."""
+    made = [out]
+    while (later := f.updated.get(made[-1])) is not None and later not in made:
+        made.append(later)
+    return isinstance(i, Call) and i.target == "aten::copy_.default" and i.args[:2] in [(Ref(x), Ref(v)) for v in made]
 
 
 def _constants(f: Facts) -> Iterator[str]:

@@ -70,7 +70,9 @@ def plan_of(run: Callable[..., Any], *args: torch.Tensor) -> str:
     return reports[0].texts["plan"]
 
 
-@pytest.mark.parametrize("steps", [("put",), ("read", "put"), ("put", "read all"), ("scatter", "read", "read part")])
+@pytest.mark.parametrize(
+    "steps", [("put",), ("read", "put"), ("put", "read all"), ("scatter", "read", "read part"), ("put", "read", "scatter", "put")]
+)
 def test_a_scatter_writes_only_what_changes(steps: tuple[str, ...]) -> None:
     text = plan_of(program(steps), *arguments())
     made = [
