@@ -1,6 +1,6 @@
 """Calls that torch traces although eager may refuse them: numbers outside a dtype's range, dims that a tensor does not have,
-operands of several dtypes, indices of a dtype that the operator does not take. FakeTensor accepts them, and a kernel would wrap
-or saturate.
+operands of several dtypes, integers and bools where an operator takes floats, indices of a dtype that it does not take. FakeTensor
+accepts them, and a kernel would wrap, saturate or not be valid.
 
 Eager itself is asked, with tensors of two elements per dim (with one element it may skip the check) where it takes such sizes, so
 no list of operators and their checks is needed. What eager allows is left to kernels. What it refuses stays as traced, and raises
@@ -19,6 +19,7 @@ import torch
 
 from fusewright import _torch_compat as compat
 from fusewright.interface import HOST
+from fusewright.ops import is_random
 from fusewright.ops.core import bind, params_of
 from fusewright.ops.rules import tensors
 
@@ -43,7 +44,7 @@ def refusal(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result:
     given = bind(params_of(target), args, kwargs)
     doubtful = _doubtful(target, given, result)
     mixed = not doubtful and _mixed(target, given)
-    if not doubtful and not mixed and not _of_bools(target, given):
+    if not doubtful and not mixed and not _of_exact(target, given):
         return None
     key = (target, doubtful, _described(tuple(given.values())))
     if key not in _answers:
@@ -51,7 +52,7 @@ def refusal(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result:
             _answers.clear()
         large = "size" not in given and any(_elements(t) > MOST_ELEMENTS for t in tensors(result))
         asked = not large or any(True for v in given.values() for _ in tensors(v))
-        ask = _asked if doubtful else _asked_of_mixed if mixed else _asked_of_bools
+        ask = _asked if doubtful else _asked_of_mixed if mixed else _asked_of_exact
         _answers[key] = ask(target, given) if asked else UNASKED if doubtful else None
     return _answers[key]
 
@@ -93,9 +94,13 @@ def _operands(target: Any, given: Mapping[str, Any]) -> list[torch.Tensor]:
     return [t for name in _parts(target)[1] - INDICES - MASKS for t in tensors(given[name])]
 
 
-def _of_bools(target: Any, given: Mapping[str, Any]) -> bool:
-    """Whether an operand is of bools, which not all of eager's kernels take."""
-    return any(t.dtype == torch.bool for t in _operands(target, given))
+def _of_exact(target: Any, given: Mapping[str, Any]) -> bool:
+    """Whether an operand is of integers or bools, which not all of eager's kernels take. Asking must not draw a number."""
+    return not is_random(target) and any(_is_exact(t.dtype) for t in _operands(target, given))
+
+
+def _is_exact(dtype: torch.dtype) -> bool:
+    return not dtype.is_floating_point and not dtype.is_complex
 
 
 def _mixed(target: Any, given: Mapping[str, Any]) -> bool:
@@ -170,12 +175,14 @@ def _asked(target: Any, given: Mapping[str, Any], sizing: Sizing = _two_each) ->
     return None
 
 
-def _asked_of_bools(target: Any, given: Mapping[str, Any]) -> str | None:
-    """Eager's error for bools. A call that it refuses with small integers too is refused for the stand-ins' sizes."""
+def _asked_of_exact(target: Any, given: Mapping[str, Any]) -> str | None:
+    """Eager's error for integers or bools. A call that it refuses with bytes and floats too is refused for the stand-ins' sizes."""
     why = _asked(target, given)
     if why is None:
         return None
-    return why if _asked(target, _swapped(target, given, torch.uint8, (torch.bool,))) is None else None
+    exact = [t.dtype for t in _operands(target, given) if _is_exact(t.dtype)]
+    others = (_swapped(target, given, to, exact) for to in (torch.uint8, torch.float32))
+    return why if any(_asked(target, other) is None for other in others) else None
 
 
 def _asked_of_mixed(target: Any, given: Mapping[str, Any]) -> str | None:

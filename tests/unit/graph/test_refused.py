@@ -23,6 +23,7 @@ HALF, INT8, BOOL = fake(torch.float16, 3, 4), fake(torch.int8, 3, 4), fake(torch
 F32, NUMBER = fake(torch.float32, 3, 4), fake(torch.float32)
 
 IMAGE, BF16 = fake(torch.float32, 3, 4, 5, 5), fake(torch.bfloat16, 3, 4)
+INT64, SIGNAL = fake(torch.int64, 3, 4), fake(torch.int64, 3, 4, 5)
 HALF_ROW, ROW_PLACES = fake(torch.float16, 4), fake(torch.int64, 3)
 LONG = compat.fake_mode().from_tensor(torch.zeros(1, 1, 4).expand(4096, 512, 4))
 
@@ -34,6 +35,10 @@ REFUSED: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "no such dim": (aten._softmax.default, (fake(torch.float32, 3), 10, False)),
     "the largest of bools": (aten.argmax.default, (BOOL, 1)),
     "bools rounded": (aten.floor.default, (BOOL,)),
+    "a softmax of integers": (aten._softmax.default, (INT64, -1, False)),
+    "a softmax of bools": (aten._softmax.default, (BOOL, -1, False)),
+    "integers enlarged": (aten.upsample_nearest1d.vec, (SIGNAL, None, [2.0])),
+    "a piecewise function of integers": (aten.hardswish.default, (INT64,)),
     "a bool from a half": (aten.rsub.Scalar, (HALF, True)),
     "a layer norm's weight of another dtype": (aten.native_layer_norm.default, (F32, [4], HALF_ROW, HALF_ROW, 1e-5)),
     "one behind many rows": (aten.native_layer_norm.default, (LONG, [4], HALF_ROW, HALF_ROW, 1e-5)),
@@ -46,6 +51,10 @@ REFUSED: dict[str, tuple[Any, tuple[Any, ...]]] = {
 }
 ALLOWED: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "a sum of bools": (aten.sum.default, (BOOL,)),
+    "a product of integers": (aten.mm.default, (fake(torch.int64, 4, 4), fake(torch.int64, 4, 4))),
+    "bytes enlarged": (aten.upsample_nearest1d.vec, (fake(torch.uint8, 3, 4, 5), None, [2.0])),
+    "a function of integers that are promoted": (aten.exp.default, (INT64,)),
+    "a view of integers whose stand-in has other sizes": (aten.view.default, (INT64, [12])),
     "a half beside a float": (aten.cat.default, ([HALF, F32],)),
     "a layer norm of bf16 with a weight of fp32": (aten.native_layer_norm.default, (BF16, [4], fake(torch.float32, 4), None, 1e-5)),
     "a backward with statistics as they are traced": (
@@ -84,6 +93,14 @@ def test_nobody_is_asked_without_a_reason(monkeypatch: pytest.MonkeyPatch) -> No
         (aten.masked_fill.Scalar, (HALF, BOOL, -1e4)), (aten.add.Tensor, (F32, 1)), (aten.sum.dim_IntList, (F32, [-1])),
     ):  # fmt: skip
         assert asked(target, args) is None
+
+
+def test_asking_draws_no_numbers() -> None:
+    refused._answers.clear()
+    before = torch.get_rng_state()
+    asked(aten.randint_like.default, (INT64, 5))
+    asked(aten.bernoulli.p, (INT64, 0.5))
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_number_of_many_elements_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
