@@ -459,9 +459,13 @@ def autocast_enabled() -> bool:
     return bool(torch._C._is_any_autocast_enabled())
 
 
-def disable_autocast() -> Any:
-    """A context manager that switches autocast off for every device type."""
-    return torch._C._DisableAutocast()
+disable_autocast: Callable[[], Any] = torch._C._DisableAutocast
+"""A context manager that switches autocast off for every device type."""
+
+
+def forward_mode() -> bool:
+    """Whether derivatives are computed forwards: tensors may have tangents."""
+    return torch.autograd.forward_ad._current_level >= 0
 
 
 def storage_id(t: torch.Tensor) -> int:
@@ -655,10 +659,8 @@ def _read_no_masks() -> None:
         torch.compiler.substitute_in_graph(f, skip_signature_check=True)(lambda m, c=None, n=None: c is True)  # type: ignore[misc]
 
 
-def real_tensors() -> Any:
-    """A context manager in which ops really compute, since AOTAutograd compiles inside a FakeTensorMode."""
-    return unset_fake_temporarily()
-
+real_tensors: Callable[[], Any] = unset_fake_temporarily
+"""A context manager in which ops really compute, since AOTAutograd compiles inside a FakeTensorMode."""
 
 WHOLE: dict[Any, Any] = {torch._C._nn.scaled_dot_product_attention: torch.ops.aten.scaled_dot_product_attention.default}
 """Functions in Dynamo graphs that are recorded as one operator, though tracing would decompose them."""

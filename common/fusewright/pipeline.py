@@ -19,7 +19,7 @@ from fusewright.graph.canonicalize import CANONICALIZE
 from fusewright.interface import Backend, Phase, RuleLog
 from fusewright.plan import build as plan_build
 from fusewright.plan import labels
-from fusewright.plan.execute import cached, compared
+from fusewright.plan.execute import cached, compared, shadow
 from fusewright.plan.ir import Run
 from fusewright.plan.replay.training import Handover
 from fusewright.report import GraphReport, is_keeping, is_recording, warn_once
@@ -50,6 +50,7 @@ def compile_graph(
     """Run every stage on one ATen graph, or find its plan in the cache. Return a callable that takes (and empties) a list of
     inputs; with a `comparison`, eager may replace it. `earlier` are rewrites that the graph already shows."""
     half = comparison.half(gm, phase) if comparison is not None else None
+    unless = shadow.unless_wrapped(gm, phase)
     complete: Callable[[Run], Run] = strictly if options.strict else _as_it_is
     without = complete
     if comparison is not None and half is not None:
@@ -58,7 +59,7 @@ def compile_graph(
     c, run = _found_or_compiled(backend, options, gm, phase, const, mode, earlier)
     if half is not None:
         half.changes = c.changes
-    return _changing(c, complete(run), without, mode) if c.prepared else complete(run)
+    return unless(_changing(c, complete(run), without, mode) if c.prepared else complete(run))
 
 
 def _changing(c: Compilation, run: Run, without: Callable[[Run], Run], mode: str) -> Run:

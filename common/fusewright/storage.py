@@ -48,6 +48,14 @@ def why_not(t: torch.Tensor) -> str:
         return f"has no pointer: {str(e).splitlines()[0]}"
 
 
+def has_pointer(t: object) -> bool:
+    """Whether this is no tensor that only wraps others, as under a vmap, or has another layout: such tensors have no pointer."""
+    try:
+        return not isinstance(t, torch.Tensor) or t.data_ptr() is not None
+    except RuntimeError:
+        return False
+
+
 UNTRACED = "fusewright_untraced"
 """Key in the `meta` of a graph for which a real tensor differs from its FakeTensor; the value is the reason."""
 

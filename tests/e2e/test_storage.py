@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from fusewright.errors import FreedStorageError
 from fusewright.storage import NO_MEMORY, lazy, materialized, why_not
@@ -101,6 +102,41 @@ def test_gradients_from_autograd_may_be_lazy(make: Callable[[int], Tensor]) -> N
         (got,) = torch.autograd.grad(run(x), x, gradient)
         (want,) = torch.autograd.grad(f(x), x, gradient)
         torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize(("backend", "options"), BACKENDS, ids=[b for b, _ in BACKENDS])
+@pytest.mark.parametrize("first", ["plain", "batched"])
+def test_gradients_from_autograd_may_be_batched(first: str, backend: str, options: dict[str, Any]) -> None:
+    """A vectorized Jacobian calls a backward graph with tensors that only wrap others."""
+    layer = nn.Linear(4, 3)
+
+    def f(x: Tensor) -> tuple[Tensor, Tensor]:
+        return layer(x).tanh() * 2, x.sin()
+
+    g, ones = compiled(f, backend, options), torch.eye(6).view(6, 2, 3)
+    for batched in (first == "batched", True, False):
+        x = torch.randn(2, 4, requires_grad=True)
+        weights = ones if batched else ones[0]
+        (made,) = torch.autograd.grad(g(x)[0], x, weights, is_grads_batched=batched)
+        (expected,) = torch.autograd.grad(f(x)[0], x, weights, is_grads_batched=batched)
+        torch.testing.assert_close(made, expected)
+
+
+@pytest.mark.parametrize(("backend", "options"), BACKENDS, ids=[b for b, _ in BACKENDS])
+@pytest.mark.parametrize("before", [False, True], ids=["traced so", "traced before"])
+def test_a_plan_does_not_lose_forward_mode_tangents(before: bool, backend: str, options: dict[str, Any]) -> None:
+    def f(x: Tensor) -> Tensor:
+        return (x.sin() ** 2 + x).sum(-1)
+
+    g, x, t = compiled(f, backend, options), torch.randn(2, 5), torch.randn(2, 5)
+    if before:
+        torch.testing.assert_close(g(x), f(x))
+    made = torch.autograd.functional.jacobian(g, x, vectorize=True, strategy="forward-mode")
+    torch.testing.assert_close(made, torch.autograd.functional.jacobian(f, x))
+    with forward_ad.dual_level():
+        tangent = forward_ad.unpack_dual(g(forward_ad.make_dual(x, t))).tangent
+    torch.testing.assert_close(tangent, ((2 * x).sin() + 1).mul(t).sum(-1))
+    torch.testing.assert_close(g(x), f(x))
 
 
 def test_a_gradient_that_is_zero_everywhere_reaches_a_compiled_backward() -> None:

@@ -10,7 +10,7 @@ import contextlib
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -22,10 +22,11 @@ from fusewright import _torch_compat as compat
 from fusewright import machine, storage
 from fusewright.graph.effects import communicates, draws, may_share, writes, written
 from fusewright.graph.view import is_op, is_projection
-from fusewright.interface import HOST
+from fusewright.interface import HOST, Phase
 from fusewright.ops import namespaces
 from fusewright.plan import seeds
 from fusewright.plan.execute.firstrun import generators
+from fusewright.plan.ir import Run
 
 clock = time.perf_counter
 
@@ -60,8 +61,7 @@ class Eager:
         self._root, self._graph = gm, _copy(gm.graph)
         places = {n: k for k, n in enumerate(self._graph.find_nodes(op="placeholder"))}
         self._written = sorted({places[r] for r in _written_roots(self._graph) if r in places})
-        read = {s for n in self._graph.nodes if is_op(n) for s in seeds.read(n.target, n.args, n.kwargs)}
-        self._seeds = [places[s] for s in read if s in places]
+        self._seeds = _seed_places(self._graph, places)
         self._drawing = [n.meta.get("val") for n in self._graph.nodes if draws(n)]
         self._measured: Callable[..., Any] | None = None
         self._plain: Callable[..., Any] | None = None
@@ -74,7 +74,7 @@ class Eager:
         """Run for the caller, in the plan's place."""
         if self._plain is None:
             self._plain = GraphModule(self._root, self._graph).forward
-        given = self._with_seeds(args)
+        given = _with_seeds(args, self._seeds)
         args.clear()
         return self._plain(*given)
 
@@ -116,7 +116,7 @@ class Eager:
 
     def _with_copies(self, args: Sequence[Any]) -> list[Any]:
         """The arguments with copies of those that the graph writes, of the same layout in their memory."""
-        given = self._with_seeds(args)
+        given = _with_seeds(args, self._seeds)
         memory: dict[int, Any] = {}
         with torch.no_grad():
             for k in self._written:
@@ -125,13 +125,6 @@ class Eager:
                     memory[owner] = t.untyped_storage().clone()
                 like = torch.empty(0, dtype=t.dtype, device=t.device)
                 given[k] = like.set_(memory[owner], t.storage_offset(), t.size(), t.stride())
-        return given
-
-    def _with_seeds(self, args: Sequence[Any]) -> list[Any]:
-        """The arguments with seeds where eager reads them: a recorded forward leaves them on the device."""
-        given = list(args)
-        for k in self._seeds:
-            given[k] = seeds.on_host(given[k])
         return given
 
     def _needed(self, args: Sequence[Any]) -> int:
@@ -145,6 +138,51 @@ class Eager:
         grown = max(1.0, sum(a.numel() * a.element_size() for _, a in tensors) / max(1, traced)) ** 2
         copied = sum(args[k].untyped_storage().nbytes() for k in self._written)
         return int(self._bytes * grown) + copied
+
+
+def unless_wrapped(gm: GraphModule, phase: Phase) -> Callable[[Run], Run]:
+    """Return what replaces a plan by eager in calls whose derivatives a plan cannot give: of a backward graph where a gradient has
+    no memory, since it only wraps others (a vmap over gradients, as of a vectorized Jacobian), and of an inference graph under
+    forward-mode differentiation. Copies the graph now; compiling changes it."""
+    if phase == "forward":  # AOTAutograd's function refuses both itself
+        return lambda run: run
+    graph, inputs = _copy(gm.graph), gm.graph.find_nodes(op="placeholder")
+    gradients = [k for k, n in enumerate(inputs) if compat.is_tangent(n)]
+    seeded = _seed_places(gm.graph, {n: k for k, n in enumerate(inputs)})
+    attributes = {n.target: attrgetter(n.target)(gm) for n in graph.find_nodes(op="get_attr")}
+    for n in graph.nodes:
+        n.meta = {}  # its FakeTensors are not needed
+
+    def unless(run: Run) -> Run:
+        eager: Callable[..., Any] | None = None
+
+        def call(args: list[Any]) -> Any:
+            nonlocal eager
+            if all(storage.has_pointer(args[k]) for k in gradients) if gradients else not compat.forward_mode():
+                return run(args)
+            if eager is None:
+                eager = GraphModule(attributes, graph).forward
+            given = _with_seeds(args, seeded)
+            args.clear()
+            return eager(*given)
+
+        return call
+
+    return unless
+
+
+def _seed_places(graph: Graph, places: Mapping[Node, int]) -> list[int]:
+    """Positions of the inputs that are seeds."""
+    read = {s for n in graph.nodes if is_op(n) for s in seeds.read(n.target, n.args, n.kwargs)}
+    return [places[s] for s in read if s in places]
+
+
+def _with_seeds(args: Sequence[Any], places: Iterable[int]) -> list[Any]:
+    """The arguments with seeds where eager reads them: a recorded forward leaves them on the device."""
+    given = list(args)
+    for k in places:
+        given[k] = seeds.on_host(given[k])
+    return given
 
 
 @contextlib.contextmanager
