@@ -17,6 +17,7 @@ from fusewright.conformance.ops.calls import UNDEFINED, arguments, dtypes_of, ma
 from fusewright.conformance.ops.cases import CASES
 from fusewright.conformance.ops.samples import F32, FLOATS, Case, NotFinite
 from fusewright.ops import Kind, Op, rules
+from fusewright.ops.dtype_rules import result_type
 from fusewright.ops.oracle import evaluate, flat
 
 compat.register_quantized_decomposed()
@@ -195,3 +196,10 @@ def test_a_row_whose_overload_comes_later_is_found_then(monkeypatch: pytest.Monk
         before.setattr(ops.Op, "available", property(lambda self: False))
         assert ops.find(torch.ops.aten.relu.default) is None
     assert ops.find(torch.ops.aten.relu.default) is ops.OPS["relu"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.bool])
+@pytest.mark.parametrize("other", [1j, torch.tensor(1j), torch.tensor(1j, dtype=torch.complex128)], ids=["number", "c64", "c128"])
+def test_a_complex_operand_of_lower_rank_promotes_as_in_torch(dtype: torch.dtype, other: Any) -> None:
+    x = torch.ones(2, dtype=dtype)
+    assert result_type([x, other]) == torch.result_type(x, other)

@@ -28,6 +28,8 @@ def _combine(high: torch.dtype | None, low: torch.dtype | None) -> torch.dtype |
         return high or low
     if high.is_complex or (high.is_floating_point and not low.is_complex):
         return high
+    if high.is_floating_point:
+        return torch.promote_types(high, torch.complex32)  # a complex number takes the precision of the float
     if high == torch.bool or low.is_floating_point or low.is_complex:
         return torch.promote_types(high, low)
     return high
