@@ -74,6 +74,7 @@ CALLS = {
     "arange.start": (c(1, 5), c(0.5, 3)),
     **{n: (c([2, 3]), c([2], dtype=I64)) for n in ("zeros", "ones")},
     **{n: (c(X), c(IMAGE), c(X, dtype=I64)) for n in ("zeros_like", "ones_like")},
+    "zero": (c(X), c(IMAGE), c(SPECIAL), c(t(3, dtype=I64))),
     **{n: (c(X, [2, 3]), c(X, [2], dtype=I64)) for n in ("new_zeros", "new_ones")},
     "eye": (c(3),),
     "randint": (c(9, [5]),),

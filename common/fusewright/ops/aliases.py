@@ -186,6 +186,7 @@ ALIASES: tuple[Alias, ...] = (
     alias("ones", "full", lambda a: _with_default_dtype(a, fill_value=1)),
     alias("zeros_like", "full_like", fill_value=0),
     alias("ones_like", "full_like", fill_value=1),
+    alias("zero", "fill", value=0),
     alias("new_zeros", "new_full", fill_value=0),
     alias("new_ones", "new_full", fill_value=1),
     alias("eye", "eye", lambda a: {**a, "m": a["n"]}),
