@@ -1,5 +1,5 @@
-"""Constant fills: rewrite `full_like(x, v)` and `x.new_full(size, v)` to `full(size, v)`, which neither waits for `x` nor keeps
-it alive, compute the host's scalars ahead, and turn numbers into tensors for ops that have no other tensor."""
+"""Constant fills: rewrite `full_like(x, v)`, `fill(x, v)` and `x.new_full(size, v)` to `full(size, v)`, which neither waits for
+`x` nor keeps it alive, compute the host's scalars ahead, and turn numbers into tensors for ops that have no other tensor."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fusewright.graph.spec import value_of
 from fusewright.graph.view import is_op
 from fusewright.interface import HOST
 
-LIKE = {"full_like": 1, "new_full": 2}
+LIKE = {"full_like": 1, "new_full": 2, "fill": 1}
 """Row of the opset -> position of the value."""
 
 

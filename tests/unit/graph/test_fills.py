@@ -17,12 +17,16 @@ X = torch.randn(3, 4)
 
 @pytest.mark.parametrize(
     "fn",
-    [torch.zeros_like, torch.ones_like, lambda x: torch.full_like(x, 2, dtype=torch.int64), lambda x: x.new_ones(2)],
-)
+    [
+        torch.zeros_like, torch.ones_like, lambda x: torch.full_like(x, 2, dtype=torch.int64), lambda x: x.new_ones(2),
+        lambda x: torch.fill(x, 0.3), torch.ops.aten.zero.default, lambda x: torch.fill(x > 0, 2),
+    ],
+)  # fmt: skip
 def test_nothing_waits_for_the_tensor(fn: object) -> None:
     gm = make_fx(lambda x: x.sum() + fn(x), tracing_mode="fake")(X)  # type: ignore[operator]
     size_fills(gm.graph)
     gm.recompile()
+    gm.graph.eliminate_dead_code()
     (x,) = gm.graph.find_nodes(op="placeholder")
     assert [n.target for n in x.users] == [torch.ops.aten.sum.default]
     wanted, got = X.sum() + fn(X), gm(X)  # type: ignore[operator]
