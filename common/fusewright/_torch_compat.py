@@ -718,8 +718,7 @@ def forward_results() -> tuple[int, list[int]]:
     """How many results of the graph that AOTAutograd is compiling are not saved for backward, which come first, and the positions
     of those that are views of its inputs."""
     first, results = _traced("num_mutated_inp_runtime_indices") or 0, _traced("output_info") or ()
-    views = [first + k for k, o in enumerate(results) if o.output_type.name == "alias_of_input"]
-    return int(_traced("num_forward") or 0), views
+    return int(_traced("num_forward") or 0), [first + k for k, o in enumerate(results) if o.output_type.name == "alias_of_input"]
 
 
 def clear_workspaces() -> None:

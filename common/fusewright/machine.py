@@ -11,8 +11,10 @@ import platform
 import re
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -37,6 +39,11 @@ def capturing(device: str) -> Callable[[], bool]:
     """What tells whether a graph of the current stream is being captured, for devices of this type."""
     found: Callable[[], bool] = getattr(getattr(torch, device, None), "is_current_stream_capturing", lambda: False)
     return found
+
+
+def on_host() -> AbstractContextManager[Any]:
+    """A context manager in which tensors without a named device are made on the host, whatever `torch.set_default_device` says."""
+    return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
 
 
 def arch() -> str:

@@ -90,7 +90,7 @@ class TorchMps:
         return library
 
     def fetch(self, words: torch.Tensor) -> Fetched:
-        host = torch.empty(words.shape, dtype=words.dtype)
+        host = torch.empty(words.shape, dtype=words.dtype, device="cpu")
         host.copy_(words, non_blocking=True)
         event = torch.mps.Event()
         event.record()

@@ -22,6 +22,7 @@ from typing import Protocol
 
 import torch
 
+from fusewright.interface import HOST
 from fusewright.toolkit.ir import checks
 from fusewright.toolkit.ir.extent import evaluate
 from fusewright.toolkit.ir.ir import Kernel
@@ -228,8 +229,8 @@ class SimulatedLauncher:
         self, tensors: Sequence[torch.Tensor], sizes: Sequence[int] = (), scalars: Sequence[Number] = ()
     ) -> None:
         """Run the kernel; an error that one of its checks finds is raised as eager raises it."""
-        error = torch.zeros(1, dtype=torch.int64)
-        parts = [torch.empty(evaluate(count, sizes), dtype=to_torch(dtype)) for dtype, count in self.source.workspace]
+        error = torch.zeros(1, dtype=torch.int64, device=HOST)
+        parts = [torch.empty(evaluate(count, sizes), dtype=to_torch(dtype), device=HOST) for dtype, count in self.source.workspace]
         given = {
             "buffer": iter(tensors),
             "scalar": (int(x) if isinstance(x, bool) else x for x in scalars),

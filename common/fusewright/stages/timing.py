@@ -8,6 +8,7 @@ from functools import partial
 from typing import TypeAlias
 
 from fusewright import _torch_compat as compat
+from fusewright import machine
 from fusewright.graph import printer, verify
 from fusewright.report import is_recording
 from fusewright.stages.compilation import Compilation, Refused
@@ -18,7 +19,7 @@ Stage: TypeAlias = Callable[[Compilation], "Refused | None"]
 def timed(c: Compilation, name: str, stage: Stage) -> Refused:
     """Run a stage; record its time, the sizes it assumed, and the resulting graph as text."""
     start = time.perf_counter()
-    with compat.sizes_settled(c.gm) as assumed:
+    with compat.sizes_settled(c.gm) as assumed, machine.on_host():
         refused = stage(c) or {}
     if assumed and c.options.strict:
         raise verify.VerifyError(f"{name} assumed of the sizes: {', '.join(assumed)}")

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusewright.interface import HOST
 from fusewright_int8.run import core
 from fusewright_int8.run.core import absent, isa, isas, use_isa
 from fusewright_int8.run.reference import RULES
@@ -58,7 +59,7 @@ def pack_linear(weight: Tensor) -> Tensor:
     _check(weight.dtype == torch.int8 and weight.dim() == 2, "the weight", weight, "int8 [n, k]")
     n, k = weight.shape
     check_k(k)
-    packed = torch.zeros(packed_linear(n, k), dtype=torch.int8)
+    packed = torch.zeros(packed_linear(n, k), dtype=torch.int8, device=HOST)
     core.extension().pack_linear(weight.data_ptr(), *weight.stride(), n, k, packed.data_ptr())
     return packed
 
@@ -167,7 +168,7 @@ def pack_conv2d(weight: Tensor, groups: int = 1) -> Tensor:
     if groups < 1 or n % groups:
         raise ValueError(f"{n} output channels do not make {groups} groups of one size")
     depthwise = is_depthwise(c * groups, n, groups, kh * kw)
-    packed = torch.zeros(packed_conv(n, c, (kh, kw), groups), dtype=torch.int8)
+    packed = torch.zeros(packed_conv(n, c, (kh, kw), groups), dtype=torch.int8, device=HOST)
     core.extension().pack_conv2d(
         weight.data_ptr(), weight.stride(), (n, c, kh, kw, groups), depthwise, packed.data_ptr()
     )  # fmt: skip
@@ -198,7 +199,7 @@ def conv2d(
     if x.stride(1) != 1 and x.shape[1] != 1:
         x = x.contiguous(memory_format=torch.channels_last)
     levels = out_dtype, out_scale, out_zero_point, *((out_low, out_high) if out_dtype in BYTES else (None, None))
-    out = torch.empty(shape, dtype=out_dtype, memory_format=torch.channels_last)
+    out = torch.empty(shape, dtype=out_dtype, device=HOST, memory_format=torch.channels_last)
     ends = after(_address_of_rows(residual), residual_scale, residual_zero_point, post, post_args, out.data_ptr(), n, *levels)
     batch_step, _, *steps = x.stride()
     run(
@@ -232,7 +233,7 @@ def quantize(
     check_zero("zero_point", zero_point, dtype)
     low, high = checked_limits(dtype, low, high)
     rows = _rows(x if x.dim() else x.reshape(1))
-    q = torch.empty(x.shape, dtype=dtype)
+    q = torch.empty(x.shape, dtype=dtype, device=HOST)
     run("quantize", *_float_rows(rows), 1.0 / positive("scale", scale), zero_point, low, high, q.data_ptr())
     return q
 
@@ -242,9 +243,9 @@ def quantize_dynamic(x: Tensor, rule: str) -> tuple[Tensor, Tensor, Tensor]:
     ([1] each if shared)."""
     _check(x.dtype in FLOATS and x.dim() > 0, "x", x, "fp32 or bf16 [..., k]")
     rows, given = _rows(x), rule_words(rule)
-    q = torch.empty(x.shape, dtype=torch.uint8 if RULES[rule].low == 0 else torch.int8)
+    q = torch.empty(x.shape, dtype=torch.uint8 if RULES[rule].low == 0 else torch.int8, device=HOST)
     count = rows.shape[0] if RULES[rule].per_row else 1
-    scale, zero = torch.empty(count), torch.empty(count, dtype=torch.int32)
+    scale, zero = torch.empty(count, device=HOST), torch.empty(count, dtype=torch.int32, device=HOST)
     run("quantize_dynamic", *_float_rows(rows), *given, q.data_ptr(), scale.data_ptr(), zero.data_ptr())
     return q, scale, zero
 
@@ -282,7 +283,7 @@ def _after(
 ) -> tuple[Tensor, tuple[Any, ...]]:  # fmt: skip
     """Return an empty result [..., n] and the words of its epilogue. `residual` comes from `_residual`; the caller keeps it alive
     until the extension has run."""
-    out = torch.empty(shape, dtype=out_dtype)
+    out = torch.empty(shape, dtype=out_dtype, device=HOST)
     given = residual_scale, residual_zero_point, post, post_args
     return out, after(_address_of_rows(residual), *given, out.data_ptr(), n, out_dtype, *levels)
 

@@ -61,7 +61,7 @@ class _Builder(interpreter.InterpreterBuilder):
     def get_all_ones_value(self, type: Any) -> Any:
         if type.scalar == tl.int1:
             return interpreter.TensorHandle(np.array([True]), tl.int1)
-        ones = torch.full((1,), -1, dtype=torch.int64).to(_TORCH[type.scalar]).numpy()
+        ones = torch.full((1,), -1, dtype=torch.int64, device="cpu").to(_TORCH[type.scalar]).numpy()
         return interpreter.TensorHandle(ones, type.scalar)
 
     def create_dot(self, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:

@@ -13,6 +13,7 @@ import torch
 
 from fusewright import machine
 from fusewright.errors import without_memory
+from fusewright.interface import HOST
 from fusewright.plan import native
 from fusewright.toolkit.ir.extent import evaluate
 from fusewright.toolkit.ir.ir import Kernel
@@ -37,7 +38,7 @@ class Errors:
     """One word of pinned host memory that kernels write error codes to. Reading it does not synchronize."""
 
     def __init__(self) -> None:
-        self.flag = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        self.flag = torch.zeros(1, dtype=torch.int32, device=HOST, pin_memory=True)
         self.address = self.flag.data_ptr()
         self.word = ctypes.c_int32.from_address(self.address)
 
