@@ -7,6 +7,7 @@ writes the piece alone, into `x` itself (`plan/inplace.py`).
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, cast
@@ -17,10 +18,11 @@ from torch.fx import Graph, Node
 from fusewright import _torch_compat as compat
 from fusewright import ops
 from fusewright.graph.effects import drop_dead_code
-from fusewright.graph.spec import SizeArgument, arguments, same_size, same_strides, value_of
+from fusewright.graph.spec import SizeArgument, arguments, extent, same_size, same_strides, value_of
 from fusewright.interface import RuleLog
 from fusewright.rewrite.engine import READER, Rewriter, is_call
 from fusewright.rewrite.loops.filled import copied
+from fusewright.toolkit.ir.extent import distinct
 
 ID = "piece.written"
 """The rule's id in reports, and for `disable_rules`."""
@@ -78,6 +80,8 @@ def _scatter(r: Rewriter, node: Node) -> Node | None:
     val, y = value_of(node), value_of(piece)
     if box is None or val.is_complex() or not same_strides(val, value_of(x)) or not _small(box.sizes, val.shape):
         return None
+    if not distinct([extent(n) for n in val.shape], [extent(n) for n in val.stride()]):
+        return None  # a write shows in all elements that share its memory
     if is_call(piece, "copy"):
         piece = copied(r, piece)
     elif y.dtype != val.dtype or y.device != val.device:
@@ -111,16 +115,18 @@ def _places(r: Rewriter, start: SizeArgument, count: Size, behind: int, device: 
 
 def _innermost(node: Node) -> tuple[_Box | None, Any]:
     """The box of `node` that is replaced, and by what: `x[layer][:, p] = y` replaces a piece of a piece."""
-    base, box = node.args[0], _Box((0,) * value_of(node).dim(), tuple(value_of(node).shape))
-    while True:
-        inner = _narrowed(box, node)
+    base, piece = node.args[:2]
+    whole = _Box((0,) * value_of(node).dim(), tuple(value_of(node).shape))
+    box = _narrowed(whole, node)
+    while box is not None and is_call(piece, *_SCATTERS):
+        same = box.selected == whole.selected and all(map(operator.is_, box.sizes, whole.sizes))
+        if not (piece.args[0] is base if same else _reads(piece.args[0], base, node)):
+            break
+        inner = _narrowed(box, piece)
         if inner is None:
-            return None, node.args[1]
-        whole = all(n is size for n, size in zip(inner.sizes, box.sizes, strict=True)) and inner.selected == box.selected
-        box, piece = inner, node.args[1]
-        if not is_call(piece, *_SCATTERS) or not (piece.args[0] is base if whole else _reads(piece.args[0], base, node)):
-            return box, piece
-        base, node = piece.args[0], piece
+            break
+        base, node, whole, box, piece = piece.args[0], piece, box, inner, piece.args[1]
+    return box, piece
 
 
 def _reads(view: Any, base: Any, scatter: Node) -> bool:

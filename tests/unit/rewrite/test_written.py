@@ -40,6 +40,11 @@ def _of_another_type(c: Tensor, x: Tensor, p: int) -> Tensor:
     return c + 1
 
 
+def _every_other(c: Tensor, x: Tensor, p: int) -> Tensor:
+    c[1][p, ::2] = x[0, 0, ::2]
+    return c * 1
+
+
 def _a_number(c: Tensor, x: Tensor, p: int) -> Tensor:
     c[:, p] = 7
     return c * 2
@@ -75,7 +80,8 @@ def _returned(c: Tensor, x: Tensor, p: int) -> Tensor:
 
 
 FORMS: tuple[Write, ...] = (
-    _one, _several, _of_some_sequences, _apart, _of_another_type, _a_number, _from_the_end, _twice, _read_before, _returned,
+    _one, _several, _of_some_sequences, _apart, _of_another_type, _every_other, _a_number, _from_the_end, _twice, _read_before,
+    _returned,
 )  # fmt: skip
 
 
