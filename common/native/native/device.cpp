@@ -8,8 +8,9 @@ namespace fusewright::native {
 namespace {
 
 constexpr long DONE = 0, NOT_MINE = -1;
-// Python handles what comes later. None is ever removed: another thread's launch may read it.
-constexpr std::size_t MOST_SIZES = 1024, MOST_VARIANTS = 16;
+// Python handles what comes later, tens of us a launch: each position of a decoder that counts them in Python is a size. None is
+// ever removed: another thread's launch may read it.
+constexpr std::size_t MOST_SIZES = 1 << 15, MOST_VARIANTS = 16;
 
 bool number_of(PyObject* x, char letter, std::int64_t* value) {
   if (letter != 'f' && letter != 'd') return integer_of(x, value);

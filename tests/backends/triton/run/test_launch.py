@@ -136,6 +136,23 @@ def test_what_was_launched_once_is_launched_by_address(recorder: Recorder) -> No
     assert not recorder.launches, "nothing to do"
 
 
+def test_every_position_of_a_long_sequence_is_learned(recorder: Recorder) -> None:
+    p = symbol("p")
+    b = Builder("write", p=[64], symbols={"p": 1000})
+    x, out = b.input("x", "f32"), b.output("out", "f32")
+    (i,) = b.axes
+    b.store(out, i + p * 64, b.load(x, i))
+    run = launcher(b.build(), Config((Tile((0,), 64),), 0, False, 1, 4))
+    recorder.types = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int32, ctypes.c_uint64]
+    data = torch.randn(64), torch.empty(64)
+    for _ in range(2):
+        recorder.by_address = 0
+        for position in range(3000):
+            run(data, (position,), ())
+            assert recorder.launches.pop()[-1][2] == position
+    assert recorder.by_address == (3000 if native.extension() is not None else 0)
+
+
 def test_a_launch_by_address_that_is_refused_goes_on_in_python(recorder: Recorder) -> None:
     n = symbol("n")
     b = Builder("copy", p=[n], symbols={"n": 1024})
