@@ -147,10 +147,10 @@ def test_every_position_of_a_long_sequence_is_learned(recorder: Recorder) -> Non
     data = torch.randn(64), torch.empty(64)
     for _ in range(2):
         recorder.by_address = 0
-        for position in range(3000):
+        for position in range(1200):
             run(data, (position,), ())
             assert recorder.launches.pop()[-1][2] == position
-    assert recorder.by_address == (3000 if native.extension() is not None else 0)
+    assert recorder.by_address == (1200 if native.extension() is not None else 0)
 
 
 def test_a_launch_by_address_that_is_refused_goes_on_in_python(recorder: Recorder) -> None:
