@@ -16,12 +16,12 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
-from fusewright.interface import Dim, TensorSpec
+from fusewright.interface import Dim, Size, TensorSpec
 from fusewright.plan.build import Plan, shared_by, written_by
 from fusewright.plan.ir import Call, Instruction, Launch, Ref, reads, reads_content
 from fusewright.plan.memory import roots_of
 from fusewright.plan.vocabulary import ALL_REDUCE, COPIES, LISTED, OVERWRITING_ALL_REDUCE
-from fusewright.toolkit.ir.extent import distinct
+from fusewright.toolkit.ir.extent import Extent, distinct
 
 COPY = "aten::copy_.default"
 CLONE = "aten::clone.default"
@@ -188,13 +188,17 @@ def _overwriting(i: Call, plan: Plan) -> Call:
 
 
 def _row_major(spec: TensorSpec) -> bool:
-    """Whether a tensor of fixed sizes is contiguous, as process groups require of operands that they overwrite."""
-    step = 1
-    for n, s in zip(reversed(spec.shape), reversed(spec.stride), strict=True):
+    """Whether a tensor is evidently contiguous, as process groups require of operands that they overwrite."""
+    step: Extent = 1
+    for n, s in zip(reversed(_extents(spec.shape)), reversed(_extents(spec.stride)), strict=True):
         if n != 1 and s != step:
             return False
-        step *= int(n)  # type: ignore[arg-type]
+        step = step * n
     return True
+
+
+def _extents(sizes: Iterable[Size]) -> list[Extent]:
+    return [n.expr if isinstance(n, Dim) else n for n in sizes]
 
 
 def copied_together(plan: Plan) -> Plan:
@@ -240,8 +244,7 @@ def _alike(specs: Mapping[int, TensorSpec], x: int, new: int) -> bool:
     a, b = specs[x], specs.get(new)
     if b is None or (a.shape, a.stride, a.dtype, a.device) != (b.shape, b.stride, b.dtype, b.device):
         return False
-    shape, stride = ([n.expr if isinstance(n, Dim) else n for n in sizes] for sizes in (a.shape, a.stride))
-    return distinct(shape, stride)
+    return distinct(_extents(a.shape), _extents(a.stride))
 
 
 def _scattered(

@@ -276,10 +276,12 @@ def _updates(f: Facts) -> Iterator[str]:
 
 def _copies_back(i: Instruction, x: int, out: int, f: Facts) -> bool:
     """Whether the instruction copies to `x` what has become of it, by then a copy of a tensor to itself."""
-    made = [out]
-    while (later := f.updated.get(made[-1])) is not None and later not in made:
-        made.append(later)
-    return isinstance(i, Call) and i.target == "aten::copy_.default" and i.args[:2] in [(Ref(x), Ref(v)) for v in made]
+    if not isinstance(i, Call) or i.target != "aten::copy_.default" or i.args[0] != Ref(x):
+        return False
+    made = {out}
+    while (later := f.updated.get(out)) is not None and later not in made:
+        made.add(out := later)
+    return i.args[1] in map(Ref, made)
 
 
 def _constants(f: Facts) -> Iterator[str]:
