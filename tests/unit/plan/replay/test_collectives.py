@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from fusewright.graph.cse import merge_common
 from fusewright.graph.effects import held_in_order
 from fusewright.graph.parser import parse
 from fusewright.graph.view import GraphIndex
+from fusewright.interface import Dim
 from fusewright.plan import memory
 from fusewright.plan.build import Plan, build
 from fusewright.plan.execute import codegen
@@ -400,6 +402,15 @@ def test_an_all_reduce_overwrites_what_nobody_reads_later() -> None:
     assert reduced_in_place(read_later) is read_later
     returned = reduced(more=", %5")
     assert reduced_in_place(returned) is not returned
+
+
+@pytest.mark.parametrize("along", [True, False], ids=["contiguous", "transposed"])
+def test_an_all_reduce_of_symbolic_sizes_overwrites_what_is_contiguous(along: bool) -> None:
+    plan, n = reduced(), Dim("n", 4)
+    stride = (4, 1) if along else (1, n)
+    specs = {v: replace(s, shape=(n, 4), stride=stride) for v, s in plan.specs.items()}
+    assert (reduced_in_place(replace(plan, specs=specs)).instructions != plan.instructions) == along
+
 
 
 def test_a_result_that_nobody_waited_for_keeps_a_plan_from_being_recorded() -> None:
