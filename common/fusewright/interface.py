@@ -19,7 +19,7 @@ import torch
 
 from fusewright.sizes.expr import SizeExpr, symbol
 
-INTERFACE: tuple[int, int] = (1, 16)
+INTERFACE: tuple[int, int] = (1, 17)
 """(major, minor) of this interface. Minor versions only add members with defaults."""
 
 OPSET = 1
@@ -411,6 +411,18 @@ class Recorder(Protocol):
         ...
 
 
+class Number(int):
+    """A number that a recorded run is given and that differs from call to call. Launches alone take it, as one of their sizes.
+    `uses`: what the recorder's launches note of it while they are recorded. Since interface 1.17."""
+
+    uses: list[Any]
+
+    def __new__(cls, value: int) -> Number:
+        made = super().__new__(cls, value)
+        made.uses = []
+        return made
+
+
 @runtime_checkable
 class PoolingRecorder(Recorder, Protocol):
     """A recorder of plans that communicate, whose pieces between collectives are recorded one by one. Since interface 1.8."""
@@ -458,6 +470,16 @@ class WritingRecorder(CopyingRecorder, Protocol):
     ) -> tuple[Sequence[torch.Tensor], Callable[[list[Any]], Sequence[torch.Tensor] | None]] | None:  # fmt: skip
         """Record `run` like `record_with_copies`, and then `written`, which makes dense tensors of the results of `run`. The replay
         allocates those and has them written there; it returns them before the copies. None: this is not possible here."""
+        ...
+
+
+@runtime_checkable
+class NumberRecorder(WritingRecorder, Protocol):
+    """A recorder whose recordings take numbers: a `Number` among the `inputs`, by the position of the argument that every replay
+    passes in its place. Since interface 1.17."""
+
+    def takes_numbers(self) -> bool:
+        """Whether it can do so here."""
         ...
 
 

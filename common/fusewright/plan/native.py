@@ -24,7 +24,7 @@ dispatch_mode = compat.dispatch_mode
 """For the traces of `call_cache`, which vendors make."""
 
 _EXTENSION = "fusewright_native._core"
-_INTERFACE = 2
+_INTERFACE = 3
 """The extension's version of what is used here."""
 _REMEDY = "install a C++20 compiler (apt install g++) and then fusewright-native; until then Python does its part"
 
@@ -75,9 +75,9 @@ class CopyNode:
 
 @dataclass(frozen=True)
 class KernelNode:
-    """A kernel of a driver's graph that writes results of each call: its node; the node's parameters, and where in them the address
-    of the array of arguments lies; the arguments' bytes, and where in these each begins. `patches`: where the arguments hold an
-    address, the number of the result it is in, and the distance from its start."""
+    """A kernel of a driver's graph that writes results of each call or takes numbers: its node; the node's parameters, and where in
+    them the address of the array of arguments lies; the arguments' bytes, and where in these each begins. `patches`: where the
+    arguments hold an address, which result it is in, and the distance from its start; numbers count behind the results."""
 
     node: int
     parameters: bytes
@@ -94,10 +94,12 @@ WRITTEN = CopyNode(0, bytes(8), 0)
 def graph_replay(
     graph: tuple[int, int, int, int, int], device: int, inputs: Mapping[int, CopyNode],
     results: Sequence[tuple[CopyNode, torch.Tensor]], kernels: Sequence[KernelNode] = (),
+    numbers: Sequence[tuple[int, int]] = (),
 ) -> Callable[[list[Any]], list[torch.Tensor] | None] | None:  # fmt: skip
     """A call of an instantiated graph that takes a list of arguments, copies those at the positions `inputs`, and returns tensors
-    like those in `results`, filled by the graph's copies or its `kernels`. It does nothing and returns None if another device is
-    current or an address is refused. `graph` holds the addresses of cuGraphLaunch, cuGraphExecMemcpyNodeSetParams and
+    like those in `results`, filled by the graph's copies or its `kernels`. `numbers` are the positions of arguments that kernels
+    take, and the most that each may be. It does nothing and returns None if another device is current, a number is negative or
+    larger, or an address is refused. `graph` holds the addresses of cuGraphLaunch, cuGraphExecMemcpyNodeSetParams and
     cuGraphExecKernelNodeSetParams, the graph and its context. None without the extension. See `replay.h` of the extension."""
     core = extension()
     if core is None:
@@ -105,7 +107,7 @@ def graph_replay(
     copied = [(k, astuple(c)) for k, c in inputs.items()]
     returned = [(astuple(c), tuple(t.shape), t.stride(), t.dtype) for c, t in results]
     made: Callable[[list[Any]], list[torch.Tensor] | None] = core.replay(
-        graph, device, _current_device(core), copied, returned, list(map(astuple, kernels))
+        graph, device, _current_device(core), copied, returned, list(numbers), list(map(astuple, kernels))
     )
     return made
 

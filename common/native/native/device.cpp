@@ -46,8 +46,10 @@ void DeviceLaunch::learn_variant(std::int64_t device, bool wide, bool aligned, b
 
 const DeviceLaunch::Sizes* DeviceLaunch::sizes_of(PyObject* given) const {
   std::vector<std::int64_t> values(static_cast<std::size_t>(PyTuple_GET_SIZE(given)));
-  for (std::size_t k = 0; k < values.size(); ++k)
-    if (!integer_of(PyTuple_GET_ITEM(given, k), &values[k])) return nullptr;
+  for (std::size_t k = 0; k < values.size(); ++k) {
+    PyObject* size = PyTuple_GET_ITEM(given, k);
+    if (!PyLong_CheckExact(size) || !integer_of(size, &values[k])) return nullptr;  // a `Number` is noted, by Python
+  }
   auto found = sizes_.find(values);
   return found == sizes_.end() ? nullptr : found->second.get();
 }

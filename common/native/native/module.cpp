@@ -54,7 +54,7 @@ struct CloseQueue : Body {
 }  // namespace
 
 PYBIND11_MODULE(_core, m) {
-  m.attr("INTERFACE") = 2;  // grows with each change of what follows
+  m.attr("INTERFACE") = 3;  // grows with each change of what follows
   m.attr("Call") = py::reinterpret_steal<py::object>(make_type());
   m.def("bind_tensors", [](const py::object& tensor_class, const py::object& parameter_class, const py::object& without_memory,
                            const Queries& queries) {
@@ -80,7 +80,7 @@ PYBIND11_MODULE(_core, m) {
   using Arguments = std::tuple<std::uintptr_t, py::bytes, std::size_t, py::bytes, std::vector<std::size_t>, std::vector<Patch>>;
   using Handles = std::tuple<std::uintptr_t, std::uintptr_t, std::uintptr_t, std::uintptr_t, std::uintptr_t>;
   m.def("replay", [](const Handles& graph, std::int64_t device, const CurrentDevice& current, const Copied& copied,
-                     const Returned& returned, const std::vector<Arguments>& written) {
+                     const Returned& returned, const std::vector<Number>& numbers, const std::vector<Arguments>& written) {
     auto node = [](const Node& n) { return CopyNode{std::get<0>(n), std::get<1>(n), std::get<2>(n)}; };
     std::vector<Input> inputs;
     for (const auto& [place, n] : copied) inputs.push_back({place, node(n)});
@@ -90,7 +90,8 @@ PYBIND11_MODULE(_core, m) {
     for (const auto& [n, parameters, pointer_at, arguments, places, patches] : written)
       kernels.push_back({n, parameters, pointer_at, arguments, places, patches});
     auto [launch, copy, kernel, handle, context] = graph;
-    return callable(replay({launch, copy, kernel, handle, context}, device, current, std::move(inputs), std::move(results), kernels));
+    Graph of{launch, copy, kernel, handle, context};
+    return callable(replay(of, device, current, std::move(inputs), std::move(results), numbers, kernels));
   });
   m.def("watch", [](const py::object& arguments, const std::vector<Py_ssize_t>& places, const std::vector<Py_ssize_t>& moving) {
     return callable(watch(arguments.ptr(), places, moving));

@@ -1,11 +1,12 @@
-// One call of a graph of a device's driver that copies the call's inputs into its own memory, and copies or writes its results into
-// fresh memory.
+// One call of a graph of a device's driver that copies the call's inputs into its own memory, passes its numbers to kernels, and
+// copies or writes its results into fresh memory.
 #pragma once
 
 #include <cstdint>
 #include <memory>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "call.h"
@@ -38,11 +39,15 @@ struct Result {
   PyObject *size, *stride, *dtype;
 };
 
-// An address in a kernel's arguments: where they hold it, which result it is in, and how far from its start.
+// A number that kernels take: its place among the arguments, and the most that it may be; the least is 0.
+using Number = std::pair<Py_ssize_t, std::int64_t>;
+
+// A word of a kernel's arguments that each call sets: where they hold it, and which result's address it is, and how far from its
+// start; numbers count behind the results.
 using Patch = std::tuple<std::size_t, std::size_t, std::int64_t>;
 
-// A kernel with addresses of results among its arguments: its node; the node's parameters, and where in them the address of the
-// array of arguments lies; the arguments' bytes, and where in these each argument begins.
+// A kernel with addresses of results or numbers among its arguments: its node; the node's parameters, and where in them the address
+// of the array of arguments lies; the arguments' bytes, and where in these each argument begins.
 struct KernelNode {
   std::uintptr_t node;
   std::string parameters;
@@ -52,8 +57,9 @@ struct KernelNode {
   std::vector<Patch> patches;
 };
 
-// call(arguments): a list of the results; None, with nothing done, if another device is current or the driver refuses an address.
+// call(arguments): a list of the results; None, with nothing done, if another device is current, a number is out of its range or the
+// driver refuses an address.
 std::unique_ptr<Body> replay(const Graph& graph, std::int64_t device, const CurrentDevice& current, std::vector<Input> inputs,
-                             std::vector<Result> results, const std::vector<KernelNode>& kernels);
+                             std::vector<Result> results, std::vector<Number> numbers, const std::vector<KernelNode>& kernels);
 
 }  // namespace fusewright::native

@@ -1,8 +1,9 @@
-"""Kernels of a captured CUDA graph that write results where each call allocates them.
+"""Kernels of a captured CUDA graph that write results where each call allocates them, or take numbers that each call gives.
 
 A kernel beside the graph costs the host 10 us with all around it, a node with new arguments a quarter of one
 (docs/studies/replay.md). Where the arguments of a library's kernel hold an address is documented nowhere, so the kernels are
-captured twice, with results in different places: a word that differs by as much as a result's address is an address in it.
+captured twice, with results in different places: a word that differs by as much as a result's address is an address in it. Where
+our own kernels take a number is known (`note`).
 
 Source: CUDA Driver API, graph management and execution control.
 """
@@ -10,11 +11,12 @@ Source: CUDA Driver API, graph management and execution control.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
+from fusewright.interface import Number
 from fusewright.plan.native import KernelNode
 from fusewright_triton.run.driver import driver
 from fusewright_triton.run.graph_copies import last_node
@@ -31,6 +33,8 @@ NO_ARGUMENT = 1
 END, BUFFER = 0, 1
 """CU_LAUNCH_PARAM_END and CU_LAUNCH_PARAM_BUFFER_POINTER: keys in a list of words that says where arguments lie in one block."""
 MOST_WORDS = 8
+MOST_NUMBER = (1 << 62) - 1
+"""Of a number of 64 bits; kernels may take less."""
 
 
 class Unknown(Exception):
@@ -66,6 +70,37 @@ def captured_since(before: int) -> list[Captured]:
             raise Unknown("kernels were captured side by side")
         node = earlier[0] if earlier else 0
     return found[::-1]
+
+
+@dataclass(frozen=True)
+class Use:
+    """A captured kernel that takes a number as its argument `at`, the most that it may be."""
+
+    kernel: Captured
+    at: int
+    most: int
+
+
+def note(numbers: Mapping[int, Number], most: int) -> None:
+    """Tell these numbers, by the position of an argument, that the kernel which was captured last takes them. Raise `RuntimeError`
+    if it would be another kernel for other numbers."""
+    if most < 0:
+        raise RuntimeError("how many programs a kernel has depends on a number")
+    kernel = _read(here())
+    for at, n in numbers.items():
+        if int.from_bytes(kernel.arguments[at], "little") != n:
+            raise Unknown("a kernel's arguments are not in the order of its parameters")
+        n.uses.append(Use(kernel, at, most))
+
+
+def taking(numbers: Sequence[Sequence[Use]], first: int, nodes: Sequence[KernelNode]) -> list[KernelNode]:
+    """Return `nodes` and those that take numbers, of which these are the uses. Patches count numbers from `first`."""
+    found = {n.node: n for n in nodes}
+    for which, uses in enumerate(numbers, first):
+        for u in uses:
+            n = found.get(u.kernel.node) or _laid_out(u.kernel)
+            found[n.node] = replace(n, patches=(*n.patches, (n.places[u.at], which, 0)))
+    return list(found.values())
 
 
 def _read(node: int) -> Captured:
@@ -137,18 +172,23 @@ def naming(
 
 
 def _node(kernel: Captured, other: Captured, spans: Sequence[tuple[int, int, int]]) -> KernelNode:
-    packed, places, patches = bytearray(), [], []
-    for mine, theirs in zip(kernel.arguments, other.arguments, strict=True):
-        packed += bytes(-len(packed) % ALIGNED)
-        start = len(packed)
-        places.append(start)
-        packed += mine
+    made, patches = _laid_out(kernel), []
+    for start, mine, theirs in zip(made.places, kernel.arguments, other.arguments, strict=True):
         for at in range(0, len(mine), WORD):
             word, moved = mine[at : at + WORD], theirs[at : at + WORD]
             if word != moved:
                 patches.append((start + at, *_inside(word, moved, spans)))
-    at = KernelParameters.params.offset
-    return KernelNode(kernel.node, kernel.parameters, at, bytes(packed), tuple(places), tuple(patches))
+    return replace(made, patches=tuple(patches))
+
+
+def _laid_out(kernel: Captured) -> KernelNode:
+    """Return a kernel with its arguments in one block, in which each has at least a word."""
+    packed, places = bytearray(), []
+    for argument in kernel.arguments:
+        packed += bytes(-len(packed) % ALIGNED)
+        places.append(len(packed))
+        packed += argument.ljust(WORD, b"\0")
+    return KernelNode(kernel.node, kernel.parameters, KernelParameters.params.offset, bytes(packed), tuple(places), ())
 
 
 def _inside(mine: bytes, theirs: bytes, spans: Sequence[tuple[int, int, int]]) -> tuple[int, int]:

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import torch
 
 from fusewright import machine
+from fusewright.interface import Number
 from fusewright.plan import native
 from fusewright_triton.run import graph_copies, graph_kernels, memsets
 from fusewright_triton.run.driver import DriverError
@@ -81,15 +82,19 @@ class Graphs:
 
         return results, again
 
+    def takes_numbers(self) -> bool:
+        """See `NumberRecorder.takes_numbers`."""
+        return torch.version.hip is None and native.extension() is not None
+
     def record_with_copies(
-        self, run: Callable[[], Sequence[torch.Tensor]], warm: bool, shared: bool, inputs: Mapping[int, torch.Tensor],
+        self, run: Callable[[], Sequence[torch.Tensor]], warm: bool, shared: bool, inputs: Mapping[int, torch.Tensor | Number],
         returned: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]],
     ) -> Recording | None:  # fmt: skip
         """See `CopyingRecorder.record_with_copies`. Torch's own replay would set the state of random numbers too."""
         return self._recorded(run, warm, shared, inputs, returned, lambda results: ())
 
     def record_written(
-        self, run: Callable[[], Sequence[torch.Tensor]], warm: bool, shared: bool, inputs: Mapping[int, torch.Tensor],
+        self, run: Callable[[], Sequence[torch.Tensor]], warm: bool, shared: bool, inputs: Mapping[int, torch.Tensor | Number],
         returned: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]],
         written: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]],
     ) -> Recording | None:  # fmt: skip
@@ -101,19 +106,23 @@ class Graphs:
             return None
 
     def _recorded(
-        self, run: Callable[[], Sequence[torch.Tensor]], warm: bool, shared: bool, inputs: Mapping[int, torch.Tensor],
+        self, run: Callable[[], Sequence[torch.Tensor]], warm: bool, shared: bool, inputs: Mapping[int, torch.Tensor | Number],
         returned: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]],
         written: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]],
     ) -> Recording | None:  # fmt: skip
-        if torch.version.hip is not None or native.extension() is None:
+        if not self.takes_numbers():
             return None
+        numbers = {k: n for k, n in inputs.items() if isinstance(n, Number)}
+        buffers = {k: t for k, t in inputs.items() if isinstance(t, torch.Tensor)}
         copied: dict[int, native.CopyNode] = {}
         made: list[tuple[native.CopyNode, torch.Tensor]] = []
         large: list[torch.Tensor] = []
         kernels: list[graph_kernels.Captured] = []
 
         def copying() -> Sequence[torch.Tensor]:
-            copied.update(graph_copies.copy_in(inputs))
+            copied.update(graph_copies.copy_in(buffers))
+            for n in numbers.values():
+                n.uses.clear()  # of a recording that was given up
             results = run()
             made[:] = graph_copies.copy_out(returned(results))
             before = graph_kernels.here()
@@ -123,11 +132,14 @@ class Graphs:
 
         pool = side_of(torch.cuda.current_stream()).pool if shared else Pool()
         graph, results = self._captured(copying, warm, pool, warming=lambda: written(run()))
+        uses = [list(n.uses) for n in numbers.values()]  # before they are captured again
         nodes = self._naming(large, kernels, lambda: written(results), pool) if large else []
         handles = (*graph_copies.functions(), graph.raw_cuda_graph_exec(), graph_copies.context())
         kept = [t for _, t in made]
         made = [*[(native.WRITTEN, t) for t in large], *made]  # `nodes` count from the first
-        call = native.graph_replay(handles, torch.cuda.current_device(), copied, made, nodes)
+        nodes = graph_kernels.taking(uses, len(made), nodes)
+        ranges = [(k, min((u.most for u in of), default=graph_kernels.MOST_NUMBER)) for k, of in zip(numbers, uses, strict=True)]
+        call = native.graph_replay(handles, torch.cuda.current_device(), copied, made, nodes, ranges)
         assert call is not None
         return results, functools.partial(_again, (graph, inputs, kept), errors(), call)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,21 +14,25 @@ import torch
 
 from fusewright import machine
 from fusewright.errors import without_memory
-from fusewright.interface import HOST
+from fusewright.interface import HOST, Number
 from fusewright.plan import native
 from fusewright.toolkit.ir.extent import evaluate
 from fusewright.toolkit.ir.ir import Kernel
 from fusewright.toolkit.ir.types import TYPES
-from fusewright.toolkit.rules.offsets import offsets_bound
+from fusewright.toolkit.rules.offsets import depends, offsets_bound, only_added
 from fusewright_triton.build.binaries import Built, Variant
 from fusewright_triton.emit.schedule import WIDE
 from fusewright_triton.emit.values import INDEX_ERROR, ZERO_DIVISION
+from fusewright_triton.run import graph_kernels
 from fusewright_triton.run.driver import driver
 from fusewright_triton.target import Target
 
 PART_ALIGNMENT = 256
 MOST_SIZES = 4096
 """The most sets of sizes that a launcher remembers."""
+BITS = 31, 24, 20, 16
+"""Of the largest numbers that a recorded launch may be given with offsets of 32 bits, in order of preference."""
+MOST_NUMBERS = 4
 FORMATS = {"f32": "f4x", "f64": "d", "i32": "i4x", "i64": "q"}
 """`struct` format characters of scalar arguments."""
 NOT_LAUNCHED = -1
@@ -151,7 +156,11 @@ class GpuLauncher:
         joined = 0
         for a in addresses:
             joined |= a
-        known = self._sizes.get(tuple(sizes)) or self._from_sizes(tuple(sizes))
+        numbers, most = {k: n for k, n in enumerate(sizes) if isinstance(n, Number)}, 0
+        if numbers:
+            known, most = self._with_numbers(tuple(map(int, sizes)), numbers)
+        else:
+            known = self._sizes.get(tuple(sizes)) or self._from_sizes(tuple(sizes))
         key = (device, known.wide, not joined & 15, known.even)
         free = self._free.get(key)
         bound = free.pop() if free else self._bind(Variant(*key[1:]), device)
@@ -164,12 +173,40 @@ class GpuLauncher:
                 arguments = (function, programs, 1, 1, threads, 1, 1, shared, stream, bound.params, None)
                 if launch(*arguments):
                     driver(self.target.triton).relaunch(name, *arguments)
+                if numbers and torch.cuda.is_current_stream_capturing():
+                    graph_kernels.note({len(addresses) + len(scalars) + k: n for k, n in numbers.items()}, most)
         del workspace
         self._free.setdefault(key, []).append(bound)
 
     def _from_sizes(self, sizes: tuple[int, ...]) -> _Sizes:
-        wide = offsets_bound(self.kernel, sizes) >= WIDE
         even = bool(sizes) and all(s % 16 == 0 for s in sizes)
+        found = self._determined(sizes, offsets_bound(self.kernel, sizes) >= WIDE, even)
+        if len(self._sizes) >= MOST_SIZES:
+            self._sizes.clear()
+        self._sizes[sizes] = found
+        self._teach_sizes(sizes, found)
+        return found
+
+    def _with_numbers(self, sizes: tuple[int, ...], numbers: Mapping[int, int]) -> tuple[_Sizes, int]:
+        """Return what sizes determine of which some are `numbers`, by position, that differ from call to call, and the most that
+        these may then be; -1 if how many programs run depends on them."""
+        most = self._most_narrow(sizes, numbers)
+        if any(depends(e, numbers) for e in self.kernel.sizes):
+            return self._from_sizes(sizes), -1
+        return self._determined(sizes, not most, False), most or graph_kernels.MOST_NUMBER
+
+    def _most_narrow(self, sizes: Sequence[int], numbers: Mapping[int, int]) -> int:
+        """Return the most that some sizes may be with offsets of 32 bits; 0 if that is not known, or hardly more than they are."""
+        if len(numbers) > MOST_NUMBERS or not only_added(self.kernel, numbers):
+            return 0
+        for most in ((1 << bits) - 1 for bits in BITS):
+            ends = itertools.product((0, most), repeat=len(numbers))
+            boxes = ([dict(zip(numbers, end, strict=True)).get(k, s) for k, s in enumerate(sizes)] for end in ends)
+            if all(offsets_bound(self.kernel, box) < WIDE for box in boxes):
+                return most if 2 * max(numbers.values()) <= most else 0
+        return 0
+
+    def _determined(self, sizes: tuple[int, ...], wide: bool, even: bool) -> _Sizes:
         source = self._variant(Variant(wide, True, even)).source
         if not wide and any(evaluate(count, sizes) >= WIDE for _, count in source.workspace):
             wide = True  # many short rows, where the split of few long ones was chosen
@@ -179,12 +216,8 @@ class GpuLauncher:
             offsets.append(total)
             length = TYPES[dtype].size * evaluate(count, sizes)
             total += -(-length // PART_ALIGNMENT) * PART_ALIGNMENT
-        if len(self._sizes) >= MOST_SIZES:
-            self._sizes.clear()
         programs = tuple(f.programs(sizes) for f in source.functions)
-        found = self._sizes[sizes] = _Sizes(wide, even, programs, tuple(offsets), total)
-        self._teach_sizes(sizes, found)
-        return found
+        return _Sizes(wide, even, programs, tuple(offsets), total)
 
     def _teach_sizes(self, sizes: tuple[int, ...], found: _Sizes) -> None:
         if self._native is not None:

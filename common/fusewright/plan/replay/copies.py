@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fusewright.interface import CopyingRecorder, DrawingRecorder, Recorder, WritingRecorder
+from fusewright.interface import CopyingRecorder, DrawingRecorder, Number, Recorder, WritingRecorder
 from fusewright.plan.vocabulary import LISTED
 from fusewright.storage import lazy
 
@@ -24,10 +24,15 @@ Call = Callable[[list[Any]], Sequence[torch.Tensor] | None]
 class CopiesIn:
     """Buffers with the shapes and strides of the arguments at `places`; each call fills them, those of one type in one call if
     torch can: it copies lists of mixed types one tensor at a time. Buffers for arguments that come from anywhere are `onto` a
-    device. `direct`: the memory of each argument is its value, on the buffer's device."""
+    device. `direct`: the memory of each argument is its value, on the buffer's device. `numbers` are positions of arguments that
+    kernels take as they are."""
 
-    def __init__(self, args: Sequence[Any], places: Iterable[int], onto: Mapping[int, str] = MappingProxyType({})) -> None:
+    def __init__(
+        self, args: Sequence[Any], places: Iterable[int], onto: Mapping[int, str] = MappingProxyType({}),
+        numbers: Iterable[int] = (),
+    ) -> None:  # fmt: skip
         self.buffers: dict[int, torch.Tensor] = {}
+        self.numbers = {k: Number(args[k]) for k in numbers}
         self.direct = True
         self._flat: set[int] = set()
         kinds: dict[Any, tuple[list[int], list[torch.Tensor]]] = {}
@@ -46,9 +51,15 @@ class CopiesIn:
             copies[1].append(target)
         self._kinds = list(kinds.values())
 
+    @property
+    def inputs(self) -> dict[int, Any]:
+        """What a recorder copies or passes on, by position."""
+        return {**self.buffers, **self.numbers}
+
     def given(self, args: Sequence[Any]) -> list[Any]:
-        """The arguments with the buffers substituted."""
-        return [self.buffers.get(k, x) for k, x in enumerate(args)]
+        """The arguments with the buffers substituted, and numbers marked."""
+        inputs = self.inputs
+        return [inputs.get(k, x) for k, x in enumerate(args)]
 
     def __call__(self, args: Sequence[Any]) -> None:
         for places, targets in self._kinds:
@@ -74,13 +85,15 @@ def record_with_copies(
             selected[:] = returned(results)
             return selected if _simple(selected, recorder) else ()
 
-        made = recorder.record_with_copies(run, warm, shared, copy_in.buffers, simple)
+        made = recorder.record_with_copies(run, warm, shared, copy_in.inputs, simple)
         if made is not None:
             results, call = made
             if _simple(selected, recorder):
                 return results, call
             copy_out = copier_out(selected)
             return results, lambda args: None if call(args) is None else copy_out()
+    if copy_in.numbers:
+        raise RuntimeError("numbers change from call to call beside inputs that need copies of their own")
     results, replay = recorded(recorder, run, warm, shared, generators)
     return results, around(copy_in, replay, copier_out(returned(results)))
 
@@ -113,7 +126,7 @@ def record_written(
         return selected if simple else ()
 
     made = recorder.record_written(
-        run, warm, shared, copy_in.buffers, partial(checked, returned), partial(checked, written)
+        run, warm, shared, copy_in.inputs, partial(checked, returned), partial(checked, written)
     )
     return made[1] if made is not None and simple else None
 

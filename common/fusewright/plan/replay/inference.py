@@ -5,6 +5,7 @@ A backend supplies a `Recorder` (`fusewright.interface`); this module decides wh
 - Weights, and inputs that the plan writes, are read in place. If one of their addresses changes, or prepared constants were
   prepared again, the plan is recorded again; if that keeps happening, replay is given up.
 - Other inputs are copied into buffers of the recording.
+- Numbers that differ from call to call are passed to the kernels that take them, if the recorder can do that.
 - What nothing recorded reads is computed at each call: draws on the host, numbers that count tokens.
 - Random numbers are drawn anew by every replay, as eager draws them; such plans are neither warmed up nor measured.
 - Results belong to the caller. Small ones are copied out. Large ones are made in fresh memory by the last few instructions: by the
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 
 from fusewright.forms.spec import Pass
-from fusewright.interface import KernelCode, Recorder
+from fusewright.interface import KernelCode, Number, NumberRecorder, Recorder
 from fusewright.plan.build import Plan, written_values
 from fusewright.plan.execute import codegen
 from fusewright.plan.execute.opaque import mismatch
@@ -79,8 +80,8 @@ class Parts:
 
     The head takes the plan's inputs, then the results of `prepare`. The tail takes the inputs at `tail_places`, then
     `tail_rest`: ids of results of `prepare` and of values kept by the head. `copied` are the positions of inputs that are
-    copied for the head, `fixed` of those that it reads in place. `late` maps positions of results to positions in the tail's
-    results; other results are copies of the values `early`.
+    copied for the head, `fixed` of those that it reads in place, `numbers` of those that kernels take. `late` maps positions
+    of results to positions in the tail's results; other results are copies of the values `early`.
     """
 
     head: Plan
@@ -88,6 +89,7 @@ class Parts:
     kept: tuple[int, ...]
     copied: tuple[int, ...]
     fixed: tuple[int, ...]
+    numbers: tuple[int, ...]
     late: Mapping[int, int]
     early: tuple[int, ...]
     tail_places: tuple[int, ...]
@@ -125,12 +127,13 @@ def divide(plan: Plan, device: str) -> Parts:
     may_write = bool(positions) and not apart and large <= MOST_WRITTEN and copies <= MOST_COPIED
     read |= wanted_late if may_write else set()
     written = written_inputs(plan)
-    used = [k for k, i in enumerate(plan.inputs) if i in read]
+    used = [k for k, i in enumerate(plan.inputs) if i in read and i in plan.specs]
+    numbers = tuple(k for k, i in enumerate(plan.inputs) if i in read and i in plan.scalars)
     fixed = tuple(k for k in used if plan.specs[plan.inputs[k]].const or plan.inputs[k] in written)
     copied = tuple(k for k in used if k not in fixed)
     late_places = {k: n for n, k in enumerate(positions)}
     early = tuple(r for r in results.values() if r not in made_late)
-    return Parts(head, tail, kept, copied, fixed, late_places, early, tail_places, tail_rest, may_write)
+    return Parts(head, tail, kept, copied, fixed, numbers, late_places, early, tail_places, tail_rest, may_write)
 
 
 DIVIDE = Pass(
@@ -271,6 +274,8 @@ class Replayed(Recorded[_Recording]):
         the kernels, which a recording may not."""
         if not self._loaded:
             self._loaded = True
+            for k in set(self.parts.numbers).difference(self._passed.values()):
+                args[k] = Number(args[k])  # loads the code that a recording launches
             return None
         stale = self._recordings.pop(key, None)
         self._unused += stale is not None and stale.uses < 2
@@ -319,7 +324,7 @@ class Replayed(Recorded[_Recording]):
     def _record(self, stream: Hashable, args: list[Any], prepared: Prepared | None) -> _Recording:
         constants = prepared.values if prepared is not None else ()
         with torch.inference_mode(False), torch.no_grad():
-            copy_in = CopiesIn(args, self.parts.copied)
+            copy_in = CopiesIn(args, self.parts.copied, numbers=self.parts.numbers)
             given, by_id = [*copy_in.given(args), *constants], dict(zip(self.plan.prepare_outputs, constants, strict=True))
 
             call, written = self._recorded_call(copy_in, given, by_id)
@@ -378,7 +383,8 @@ def replayed(
     """Return `run`, replayed by `recorder` if possible."""
     if recorder is None:
         return run
-    why = obstacle(plan, recorder.device_type) or no_pieces(plan, recorder)
+    numbers = isinstance(recorder, NumberRecorder) and recorder.takes_numbers()
+    why = obstacle(plan, recorder.device_type, numbers=numbers) or no_pieces(plan, recorder)
     if why is not None:
         tell(f"not replayed: {why}")
         return run

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import replace
 
 import torch
 
@@ -14,7 +15,7 @@ from fusewright.plan.build import Plan, generators, operator_of, written_values
 from fusewright.plan.ir import Call, CallPython, Instruction, Launch, Ref, reads, refs
 from fusewright.plan.memory import roots_of
 from fusewright.plan.vocabulary import WAIT
-from fusewright.sizes.expr import SizeExpr, names
+from fusewright.sizes.expr import NumberOf, SizeExpr, names, symbol
 
 FEWEST = 3
 """Plans with fewer instructions are not worth recording."""
@@ -29,10 +30,10 @@ _ASYNCHRONOUS = ("c10d_functional", "_c10d_functional", "_c10d_functional_autogr
 """Namespaces of collectives for which another operator waits."""
 
 
-def obstacle(plan: Plan, device: str, training: bool = False) -> str | None:
+def obstacle(plan: Plan, device: str, training: bool = False, numbers: bool = False) -> str | None:
     """Why a plan cannot be recorded on devices of this type, or None, decided from the plan alone. Of `training`, results are
     checked elsewhere, and nothing runs beside a recording. Recordings draw random numbers from the device's own generator, as
-    eager does."""
+    eager does. `numbers`: they take numbers that are sizes of launches."""
     apart = frozenset() if training else beside(plan, device)
     instructions = [i for k, i in enumerate(plan.instructions) if k not in apart]
     if len(instructions) < FEWEST:
@@ -41,7 +42,8 @@ def obstacle(plan: Plan, device: str, training: bool = False) -> str | None:
     given = generators(plan)
     if given and not training:  # a warm-up or a measurement would draw from them
         return "it draws from a generator that it is given"
-    if any(i in plan.scalars or i not in plan.specs for i in used.intersection(plan.inputs) - given):
+    scalars = {i for i in used.intersection(plan.inputs) - given if i in plan.scalars or i not in plan.specs}
+    if scalars and not (numbers and takes_numbers(plan, instructions, scalars)):
         return "an input is a number"
     if any(map(_names_sizes, instructions)):
         return "sizes are symbolic"
@@ -68,6 +70,17 @@ def obstacle(plan: Plan, device: str, training: bool = False) -> str | None:
     if elsewhere:
         return f"a tensor is on {elsewhere[0]}"
     return None if training else _result_obstacle(plan)
+
+
+def takes_numbers(plan: Plan, instructions: Iterable[Instruction], scalars: Set[int]) -> bool:
+    """Whether launches alone read these inputs, each as a size by itself. Recordings that draw or communicate take none."""
+    alone = {symbol(NumberOf(v)) for v in scalars}
+
+    def apart(i: Instruction) -> bool:
+        others = replace(i, sizes=tuple(s for s in i.sizes if s not in alone)) if isinstance(i, Launch) else i
+        return scalars.isdisjoint(reads(others)) and not communicates(i)
+
+    return scalars <= plan.scalars.keys() and all(map(apart, instructions)) and not draws(plan)
 
 
 def _names_sizes(i: Instruction) -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 
+from fusewright.sizes.expr import atoms, leaves, symbol, terms_of
 from fusewright.toolkit.ir.extent import Extent, evaluate, product
 from fusewright.toolkit.ir.index import Index
 from fusewright.toolkit.ir.ir import Kernel
@@ -19,6 +20,34 @@ def offsets_bound(kernel: Kernel, sizes: Sequence[int]) -> int:
         if n.index is not None:
             top = max(top, *_reach(n.index, axes, bounds, sizes))
     return top
+
+
+def only_added(kernel: Kernel, symbols: Collection[int]) -> bool:
+    """Whether these sizes do nothing but add to indices, so that `offsets_bound` over a range of them is largest at one end."""
+    indices = [n.index for n in kernel.nodes() if n.index is not None]
+    added = [offset for ix in indices for offset in (ix.offset, *(d.offset for d in ix.divmods))]
+    others = [n.extent for n in kernel.nodes() if n.op == "bound" and n.extent is not None]
+    others += [e for ix in indices for e in _factors(ix)]
+    return all(_linear(e, symbols) for e in added) and not any(depends(e, symbols) for e in (*kernel.sizes, *others))
+
+
+def depends(e: Extent, symbols: Collection[int]) -> bool:
+    """Whether a size is computed from one of these."""
+    return any(a in symbols for a in leaves(e))
+
+
+def _linear(e: Extent, symbols: Collection[int]) -> bool:
+    """Whether each term of a size is fixed, or one of these times what is fixed."""
+    inner = [a for a in atoms(e) if depends(symbol(a), symbols)]
+    return all(a in symbols for a in inner) and all(sum(a in symbols for a in m) <= 1 for m, _ in terms_of(e))
+
+
+def _factors(ix: Index) -> Iterator[Extent]:
+    """The sizes in an index that others are multiplied with or divided by."""
+    yield from (c for _, c in ix.coefs)
+    for d in ix.divmods:
+        yield from (d.stride, d.div, *(c for _, c in d.coefs))
+    yield from (i.stride for i in ix.indirect)
 
 
 def _reach(ix: Index, axes: list[int], bounds: dict[int, int], sizes: Sequence[int]) -> tuple[int, int]:
