@@ -475,11 +475,18 @@ class WritingRecorder(CopyingRecorder, Protocol):
 
 @runtime_checkable
 class NumberRecorder(WritingRecorder, Protocol):
-    """A recorder whose recordings take numbers: a `Number` among the `inputs`, by the position of the argument that every replay
-    passes in its place. Since interface 1.17."""
+    """A copying recorder that also finds numbers among the `inputs`: its replays pass the argument at that position to the launches
+    that take the `Number`, and do nothing and return None where they cannot. Since interface 1.17."""
 
     def takes_numbers(self) -> bool:
         """Whether it can do so here."""
+        ...
+
+    def record_with_numbers(
+        self, run: Callable[[], Sequence[torch.Tensor]], warm: bool, shared: Any, numbers: Mapping[int, Number]
+    ) -> tuple[Sequence[torch.Tensor], Callable[[list[Any]], bool]]:
+        """Record `run`, which may draw random numbers, like `record`. The replay takes a list of arguments, with those to be passed
+        on at the positions `numbers`. It does nothing and returns False where it cannot."""
         ...
 
 

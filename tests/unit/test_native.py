@@ -323,6 +323,24 @@ def test_kernels_write_results_where_each_call_allocates_them(graph: Any) -> Non
     assert [t.tolist() for t in run([]) or ()] == [[7, 41], [41]]  # refused arguments are given again
 
 
+def test_kernels_take_a_number_of_each_call(graph: Any) -> None:
+    """The word that is stored, which is argument 1."""
+    results, kernel = [(native.WRITTEN, torch.empty(1, dtype=torch.int64))], storing(0, (0, 1, 0), (64, 0, 0), (128, 0, 0))
+    run = native.graph_replay(graph.driver.handles, 0, {}, results, [kernel], [(1, 50)])
+    assert run is not None
+    assert [t.tolist() for n in (3, 50, 0) for t in run([None, n]) or ()] == [[3], [50], [0]]
+    before = graph.driver.updates
+    assert [run([None, n]) for n in (51, -1, 1 << 70, 3.0, None)] == [None] * 5 and graph.driver.updates == before
+    with pytest.raises(IndexError, match="no argument 1"):
+        run([None])
+
+
+def test_a_graph_that_others_launch_only_gets_its_numbers(graph: Any) -> None:
+    _, *others = graph.driver.handles
+    run = native.graph_replay((0, *others), 0, {}, [], [storing(0, (0, 0, 0))], [(0, 50)])
+    assert run is not None and run([7]) == [] and graph.driver.stores[9][0] == 7
+
+
 @pytest.mark.parametrize("wrong", [(132, 0, 0), (64, 1, 0)], ids=["beyond the arguments", "of no result"])
 def test_a_patch_outside_is_refused(graph: Any, wrong: tuple[int, int, int]) -> None:
     with pytest.raises(IndexError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -175,6 +175,12 @@ class GraphIndex:
         strides = (s for spec in inputs if spec is not None for s in spec.stride)
         found = {s.expr.name for s in (*sizes, *strides) if isinstance(s, Dim)}
         return frozenset(name for name in found if name is not None and name.isidentifier())
+
+    @cached_property
+    def numbers(self) -> Mapping[str, Value]:
+        """The inputs that are numbers, by their symbols."""
+        given = (v for n in self.graph.find_nodes(op="placeholder") for v in self._values[n])
+        return {v.dim.expr.name: v for v in given if v.dim is not None and v.dim.expr.name is not None}
 
     def graph_view(self, nodes: Iterable[Node]) -> GraphView:
         """Return a view of the given op nodes (in order) as a whole graph."""

@@ -353,6 +353,10 @@ def make_region(index: GraphIndex, nodes: Sequence[Node], name: str) -> Region:
         for v in op.inputs():
             if v.id not in made:
                 inputs.setdefault(v.id, v)
+    formulas = [v.dim.expr for v in inputs.values() if v.dim is not None and v.dim.expr.atom is None]
+    for number in (index.numbers.get(name) for e in formulas for name in names(e)):
+        if number is not None:  # kernels compute what is made of it
+            inputs.setdefault(number.id, number)
     used_outside: set[int] = set()
     inside = set(nodes)
     for node in nodes:

@@ -67,10 +67,10 @@ class _Item:
 def build(index: GraphIndex, members: Sequence[Sequence[Node]], compiled: Sequence[tuple[Region, Compiled]]) -> Plan:
     """Assemble the plan of one graph."""
     ordered = _order(index, _items(index, members, compiled))
-    flat = [i for item in ordered for i in item.instructions]
     graph = index.graph
     (output,) = graph.find_nodes(op="output")
     outputs = _outputs(index, output.args[0])
+    flat = _read([i for item in ordered for i in item.instructions], outputs)
     inputs = tuple(index.id(n) for n in graph.nodes if n.op == "placeholder")
     specs = {v.id: v.spec for n in graph.nodes if n.op != "output" for v in index.values(n) if v.spec is not None}
     specs.update(index.temporaries)
@@ -96,6 +96,17 @@ def attribute(module: Any, target: str) -> Any:
     for part in target.split("."):
         module = getattr(module, part)
     return module
+
+
+def _read(instructions: Sequence[Instruction], outputs: Sequence[Any]) -> list[Instruction]:
+    """Drop arithmetic of numbers that nobody reads, because kernels do it themselves."""
+    wanted = {r.id for r in outputs if isinstance(r, Ref)}
+    kept: list[Instruction] = []
+    for i in reversed(instructions):
+        if not (isinstance(i, Call) and i.target.startswith("py::") and wanted.isdisjoint(i.outs)):
+            kept.append(i)
+            wanted.update(reads(i))
+    return kept[::-1]
 
 
 def _outputs(index: GraphIndex, returned: Any) -> tuple[Any, ...]:

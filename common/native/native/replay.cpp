@@ -149,6 +149,7 @@ class Replay : public Body {
   }
 
   bool launch(std::int64_t stream) const {
+    if (!graph_.launch) return true;
     int refused;
     Py_BEGIN_ALLOW_THREADS
     refused = reinterpret_cast<Launch>(graph_.launch)(reinterpret_cast<void*>(graph_.handle), reinterpret_cast<void*>(stream));

@@ -14,8 +14,8 @@
 
 namespace fusewright::native {
 
-// An instantiated graph. `launch` is cuGraphLaunch; `copy` is cuGraphExecMemcpyNodeSetParams, which takes the graph, a node, the
-// node's parameters and `context`; `kernel` is cuGraphExecKernelNodeSetParams, which takes the first three.
+// An instantiated graph. `launch` is cuGraphLaunch (0: the caller launches it); `copy` is cuGraphExecMemcpyNodeSetParams, which takes
+// the graph, a node, the node's parameters and `context`; `kernel` is cuGraphExecKernelNodeSetParams, which takes the first three.
 struct Graph {
   std::uintptr_t launch, copy, kernel, handle, context;
 };

@@ -7,10 +7,11 @@ the same shape.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -25,6 +26,8 @@ NON_BLOCKING = 1
 """CU_STREAM_NON_BLOCKING, and its HIP counterpart."""
 THREAD_LOCAL = 1
 """CU_STREAM_CAPTURE_MODE_THREAD_LOCAL, and its HIP counterpart."""
+RELAXED = 2
+"""CU_STREAM_CAPTURE_MODE_RELAXED, and its HIP counterpart."""
 
 DESCRIPTOR = 128
 """Size (bytes) of a tensor descriptor (CUtensorMap), which is aligned to 64 bytes."""
@@ -46,18 +49,29 @@ class Driver:
         self.kind = kind
         self.lib = ctypes.CDLL(_library(kind))
         found = (getattr(self.lib, name) for name in _NAMES[kind])
-        self._load, self._function, self._launch, self._attribute, self._stream, *self._capture = found
+        self._load, self._function, self._launch, self._attribute, self._stream, self._mode, *self._capture = found
         uint, pointer = ctypes.c_uint, ctypes.c_void_p
         self._launch.argtypes = [pointer, *[uint] * 7, pointer, pointer, pointer]
 
     def load(self, code: bytes, name: str, shared: int) -> int:
         """Return the function `name` of a cubin or code object, for torch's current device."""
         module, function = ctypes.c_void_p(), ctypes.c_void_p()
-        self.call(f"load {name}", self._load, ctypes.byref(module), code)
+        with self._relaxed():
+            self.call(f"load {name}", self._load, ctypes.byref(module), code)
         self.call(f"find {name}", self._function, ctypes.byref(function), module, name.encode())
         if shared > DEFAULT_SHARED:
             self.call(f"give {name} {shared} bytes", self._attribute, function, MAX_DYNAMIC_SHARED, shared)
         return int(function.value or 0)
+
+    @contextlib.contextmanager
+    def _relaxed(self) -> Iterator[None]:
+        """Allow this thread what may not be done while it captures: loading code."""
+        mode = ctypes.c_int(RELAXED)
+        self.call("change the mode of captures", self._mode, ctypes.byref(mode))  # and get the mode that there was
+        try:
+            yield
+        finally:
+            self._mode(ctypes.byref(mode))
 
     def describe(
         self, to: int, address: int, shape: Sequence[int], stride: Sequence[int], how: Mapping[str, Any]
@@ -164,11 +178,11 @@ _QUEUE = (
 _NAMES = {
     "cuda": (
         "cuModuleLoadData", "cuModuleGetFunction", "cuLaunchKernel", "cuFuncSetAttribute", "cuStreamCreate",
-        "cuStreamEndCapture", "cuGraphDestroy", "cuStreamBeginCapture_v2",
+        "cuThreadExchangeStreamCaptureMode", "cuStreamEndCapture", "cuGraphDestroy", "cuStreamBeginCapture_v2",
     ),
     "hip": (
         "hipModuleLoadData", "hipModuleGetFunction", "hipModuleLaunchKernel", "hipFuncSetAttribute", "hipStreamCreateWithFlags",
-        "hipStreamEndCapture", "hipGraphDestroy", "hipStreamBeginCapture",
+        "hipThreadExchangeStreamCaptureMode", "hipStreamEndCapture", "hipGraphDestroy", "hipStreamBeginCapture",
     ),
 }  # fmt: skip
 

@@ -37,7 +37,7 @@ MOST_NUMBER = (1 << 62) - 1
 """Of a number of 64 bits; kernels may take less."""
 
 
-class Unknown(Exception):
+class Unknown(RuntimeError):
     """The addresses in the arguments of captured kernels cannot be told."""
 
 
@@ -93,13 +93,25 @@ def note(numbers: Mapping[int, Number], most: int) -> None:
         n.uses.append(Use(kernel, at, most))
 
 
-def taking(numbers: Sequence[Sequence[Use]], first: int, nodes: Sequence[KernelNode]) -> list[KernelNode]:
-    """Return `nodes` and those that take numbers, of which these are the uses. Patches count numbers from `first`."""
-    found = {n.node: n for n in nodes}
-    for which, uses in enumerate(numbers, first):
-        for u in uses:
-            n = found.get(u.kernel.node) or _laid_out(u.kernel)
-            found[n.node] = replace(n, patches=(*n.patches, (n.places[u.at], which, 0)))
+def taking(numbers: Mapping[int, Number], first: int) -> tuple[list[KernelNode], list[tuple[int, int]]]:
+    """Return the captured kernels that take numbers, which patches count from `first`, once for each use, and of each number its
+    place among the arguments and the most that it may be."""
+    nodes: list[KernelNode] = []
+    ranges = []
+    for which, (place, n) in enumerate(numbers.items(), first):
+        for u in n.uses:
+            node = _laid_out(u.kernel)
+            nodes.append(replace(node, patches=((node.places[u.at], which, 0),)))
+        ranges.append((place, min((u.most for u in n.uses), default=MOST_NUMBER)))
+    return nodes, ranges
+
+
+def joined(nodes: Sequence[KernelNode]) -> list[KernelNode]:
+    """Return each node once, with all its patches."""
+    found: dict[int, KernelNode] = {}
+    for n in nodes:
+        before = found.get(n.node)
+        found[n.node] = n if before is None else replace(before, patches=(*before.patches, *n.patches))
     return list(found.values())
 
 

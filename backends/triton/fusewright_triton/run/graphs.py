@@ -86,6 +86,27 @@ class Graphs:
         """See `NumberRecorder.takes_numbers`."""
         return torch.version.hip is None and native.extension() is not None
 
+    def record_with_numbers(
+        self, run: Callable[[], Sequence[torch.Tensor]], warm: bool, shared: bool, numbers: Mapping[int, Number]
+    ) -> tuple[Sequence[torch.Tensor], Callable[[list[Any]], bool]]:
+        """See `NumberRecorder.record_with_numbers`. The graph is torch's to launch, and ours to change before."""
+        _forget(numbers)
+        graph, results = self._captured(run, warm, shared)
+        nodes, ranges = graph_kernels.taking(numbers, 0)
+        _, copy, kernel = graph_copies.functions()
+        handles = (0, copy, kernel, graph.raw_cuda_graph_exec(), graph_copies.context())
+        change = native.graph_replay(handles, torch.cuda.current_device(), {}, [], graph_kernels.joined(nodes), ranges)
+        assert change is not None
+        _, replay = self._replayed(graph, results)
+
+        def again(args: list[Any]) -> bool:
+            if change(args) is None:
+                return False
+            replay()
+            return True
+
+        return results, again
+
     def record_with_copies(
         self, run: Callable[[], Sequence[torch.Tensor]], warm: bool, shared: bool, inputs: Mapping[int, torch.Tensor | Number],
         returned: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]],
@@ -113,6 +134,7 @@ class Graphs:
         if not self.takes_numbers():
             return None
         numbers = {k: n for k, n in inputs.items() if isinstance(n, Number)}
+        _forget(numbers)
         buffers = {k: t for k, t in inputs.items() if isinstance(t, torch.Tensor)}
         copied: dict[int, native.CopyNode] = {}
         made: list[tuple[native.CopyNode, torch.Tensor]] = []
@@ -121,8 +143,6 @@ class Graphs:
 
         def copying() -> Sequence[torch.Tensor]:
             copied.update(graph_copies.copy_in(buffers))
-            for n in numbers.values():
-                n.uses.clear()  # of a recording that was given up
             results = run()
             made[:] = graph_copies.copy_out(returned(results))
             before = graph_kernels.here()
@@ -132,13 +152,12 @@ class Graphs:
 
         pool = side_of(torch.cuda.current_stream()).pool if shared else Pool()
         graph, results = self._captured(copying, warm, pool, warming=lambda: written(run()))
-        uses = [list(n.uses) for n in numbers.values()]  # before they are captured again
+        takers, ranges = graph_kernels.taking(numbers, len(large) + len(made))  # before they are captured again
         nodes = self._naming(large, kernels, lambda: written(results), pool) if large else []
         handles = (*graph_copies.functions(), graph.raw_cuda_graph_exec(), graph_copies.context())
         kept = [t for _, t in made]
         made = [*[(native.WRITTEN, t) for t in large], *made]  # `nodes` count from the first
-        nodes = graph_kernels.taking(uses, len(made), nodes)
-        ranges = [(k, min((u.most for u in of), default=graph_kernels.MOST_NUMBER)) for k, of in zip(numbers, uses, strict=True)]
+        nodes = graph_kernels.joined([*nodes, *takers])
         call = native.graph_replay(handles, torch.cuda.current_device(), copied, made, nodes, ranges)
         assert call is not None
         return results, functools.partial(_again, (graph, inputs, kept), errors(), call)
@@ -195,6 +214,12 @@ class Graphs:
         end.record()
         torch.cuda.synchronize()
         return float(start.elapsed_time(end)) / 1e3
+
+
+def _forget(numbers: Mapping[int, Number]) -> None:
+    """Drop what a recording that was given up noted of numbers."""
+    for n in numbers.values():
+        n.uses.clear()
 
 
 def _again(

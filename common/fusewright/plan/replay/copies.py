@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fusewright.interface import CopyingRecorder, DrawingRecorder, Number, Recorder, WritingRecorder
+from fusewright.interface import CopyingRecorder, DrawingRecorder, Number, NumberRecorder, Recorder, WritingRecorder
 from fusewright.plan.vocabulary import LISTED
 from fusewright.storage import lazy
 
@@ -93,9 +93,22 @@ def record_with_copies(
             copy_out = copier_out(selected)
             return results, lambda args: None if call(args) is None else copy_out()
     if copy_in.numbers:
-        raise RuntimeError("numbers change from call to call beside inputs that need copies of their own")
+        assert isinstance(recorder, NumberRecorder)  # `obstacle` sees to it
+        results, again = recorder.record_with_numbers(run, warm, shared, copy_in.numbers)
+        copy_out = copier_out(returned(results))
+
+        def passing(args: list[Any]) -> list[torch.Tensor] | None:
+            copy_in(args)
+            return copy_out() if again(args) else None
+
+        return results, passing
     results, replay = recorded(recorder, run, warm, shared, generators)
     return results, around(copy_in, replay, copier_out(returned(results)))
+
+
+def takes_numbers(recorder: Recorder) -> bool:
+    """Whether a recorder's replays pass on numbers that differ from call to call."""
+    return isinstance(recorder, NumberRecorder) and recorder.takes_numbers()
 
 
 def recorded(

@@ -24,14 +24,22 @@ from typing import Any
 import torch
 
 from fusewright.forms.spec import Pass
-from fusewright.interface import KernelCode, Number, NumberRecorder, Recorder
+from fusewright.interface import KernelCode, Recorder
 from fusewright.plan.build import Plan, written_values
 from fusewright.plan.execute import codegen
 from fusewright.plan.execute.opaque import mismatch
 from fusewright.plan.execute.prepare import Prepared, picker, watch
 from fusewright.plan.ir import Instruction, Ref, Run, reads
 from fusewright.plan.memory import roots_of, storage_bytes
-from fusewright.plan.replay.copies import Call, CopiesIn, around, copier_out, record_with_copies, record_written
+from fusewright.plan.replay.copies import (
+    Call,
+    CopiesIn,
+    around,
+    copier_out,
+    record_with_copies,
+    record_written,
+    takes_numbers,
+)
 from fusewright.plan.replay.obstacles import (
     FEWEST,
     beside,
@@ -274,8 +282,6 @@ class Replayed(Recorded[_Recording]):
         the kernels, which a recording may not."""
         if not self._loaded:
             self._loaded = True
-            for k in set(self.parts.numbers).difference(self._passed.values()):
-                args[k] = Number(args[k])  # loads the code that a recording launches
             return None
         stale = self._recordings.pop(key, None)
         self._unused += stale is not None and stale.uses < 2
@@ -383,8 +389,7 @@ def replayed(
     """Return `run`, replayed by `recorder` if possible."""
     if recorder is None:
         return run
-    numbers = isinstance(recorder, NumberRecorder) and recorder.takes_numbers()
-    why = obstacle(plan, recorder.device_type, numbers=numbers) or no_pieces(plan, recorder)
+    why = obstacle(plan, recorder.device_type, numbers=takes_numbers(recorder)) or no_pieces(plan, recorder)
     if why is not None:
         tell(f"not replayed: {why}")
         return run

@@ -32,9 +32,9 @@ _ASYNCHRONOUS = ("c10d_functional", "_c10d_functional", "_c10d_functional_autogr
 
 def obstacle(plan: Plan, device: str, training: bool = False, numbers: bool = False) -> str | None:
     """Why a plan cannot be recorded on devices of this type, or None, decided from the plan alone. Of `training`, results are
-    checked elsewhere, and nothing runs beside a recording. Recordings draw random numbers from the device's own generator, as
+    checked elsewhere, and nothing but arithmetic of numbers runs beside a recording. Recordings draw random numbers from the device's own generator, as
     eager does. `numbers`: they take numbers that are sizes of launches."""
-    apart = frozenset() if training else beside(plan, device)
+    apart = counted(plan) if training else beside(plan, device)
     instructions = [i for k, i in enumerate(plan.instructions) if k not in apart]
     if len(instructions) < FEWEST:
         return "too few instructions"
@@ -43,7 +43,7 @@ def obstacle(plan: Plan, device: str, training: bool = False, numbers: bool = Fa
     if given and not training:  # a warm-up or a measurement would draw from them
         return "it draws from a generator that it is given"
     scalars = {i for i in used.intersection(plan.inputs) - given if i in plan.scalars or i not in plan.specs}
-    if scalars and not (numbers and takes_numbers(plan, instructions, scalars)):
+    if scalars and not (numbers and not given and only_launched(plan, instructions, scalars)):
         return "an input is a number"
     if any(map(_names_sizes, instructions)):
         return "sizes are symbolic"
@@ -72,15 +72,15 @@ def obstacle(plan: Plan, device: str, training: bool = False, numbers: bool = Fa
     return None if training else _result_obstacle(plan)
 
 
-def takes_numbers(plan: Plan, instructions: Iterable[Instruction], scalars: Set[int]) -> bool:
-    """Whether launches alone read these inputs, each as a size by itself. Recordings that draw or communicate take none."""
+def only_launched(plan: Plan, instructions: Iterable[Instruction], scalars: Set[int]) -> bool:
+    """Whether launches alone read these inputs, each as a size by itself. Recordings of plans that communicate take none."""
     alone = {symbol(NumberOf(v)) for v in scalars}
 
     def apart(i: Instruction) -> bool:
         others = replace(i, sizes=tuple(s for s in i.sizes if s not in alone)) if isinstance(i, Launch) else i
         return scalars.isdisjoint(reads(others)) and not communicates(i)
 
-    return scalars <= plan.scalars.keys() and all(map(apart, instructions)) and not draws(plan)
+    return scalars <= plan.scalars.keys() and all(map(apart, instructions))
 
 
 def _names_sizes(i: Instruction) -> bool:

@@ -28,11 +28,11 @@ from fusewright.plan.build import Plan, generators
 from fusewright.plan.execute import codegen
 from fusewright.plan.execute.opaque import mismatch
 from fusewright.plan.execute.prepare import picker
-from fusewright.plan.ir import Ref, Run, reads
+from fusewright.plan.ir import Instruction, Ref, Run, reads
 from fusewright.plan.memory import roots_of
-from fusewright.plan.replay.copies import Call, CopiesIn, around, copied_out, flat, record_with_copies
+from fusewright.plan.replay.copies import Call, CopiesIn, around, copied_out, flat, record_with_copies, takes_numbers
 from fusewright.plan.replay.inference import OTHER_TENSORS, written_places
-from fusewright.plan.replay.obstacles import draws, obstacle, plan_device
+from fusewright.plan.replay.obstacles import counted, draws, obstacle, plan_device
 from fusewright.plan.replay.pieces import Pieces, communicating, no_pieces
 from fusewright.plan.replay.recording import Recorded, shown
 from fusewright.plan.replay.sets import ArgumentSet, ArgumentSets, Recording
@@ -93,7 +93,9 @@ class Retained(Recorded[Recording]):
     ) -> None:  # fmt: skip
         super().__init__(run, recorder, plan_device(plan, recorder.device_type), tell)
         self.plan, self.copies = plan, handover.copies
-        made = {o for i in plan.instructions for o in i.outs}
+        apart = counted(plan)
+        instructions = [i for k, i in enumerate(plan.instructions) if k not in apart]
+        made = {o for i in instructions for o in i.outs}
         wanted = dict.fromkeys(o.id for o in plan.outputs if isinstance(o, Ref) and o.id in made)
         self._kept = {v: k for k, v in enumerate(wanted)}
         self._given = {i: k for k, i in enumerate(plan.inputs)}
@@ -101,13 +103,17 @@ class Retained(Recorded[Recording]):
         saved = (o.id for o in plan.outputs[self.copies :] if isinstance(o, Ref) and o.id in self._kept)
         self._handed_out = list(dict.fromkeys(saved))
         self._draws = draws(plan)
-        body = replace(plan, outputs=tuple(map(Ref, wanted)))
+        self._counted = [r.id for r in plan.outputs if isinstance(r, Ref) and r.id not in made and r.id not in self._given]
+        sums = [i for k, i in enumerate(plan.instructions) if k in apart]
+        self._count = _counting(plan, sums, self._counted) if self._counted else None
+        body = replace(plan, outputs=tuple(map(Ref, wanted)), instructions=instructions)
         self._pieces = Pieces(body, kernels) if communicating(plan) else None
         self._body = codegen.load(body, kernels) if self._pieces is None else run
-        read = {r for i in plan.instructions for r in reads(i)}
+        read = {r for i in instructions for r in reads(i)}
         drawn = generators(plan)
         self._generators = [k for k, i in enumerate(plan.inputs) if i in drawn]
-        self._used = [k for k, i in enumerate(plan.inputs) if i in read - drawn]
+        self._numbers = [k for k, i in enumerate(plan.inputs) if i in read and i in plan.scalars]
+        self._used = [k for k, i in enumerate(plan.inputs) if i in read - drawn and i not in plan.scalars]
         self._written = written_places(plan)
         given_seeds = seeds(plan)
         self._onto = {k: self.device for k, i in enumerate(plan.inputs) if i in given_seeds}
@@ -183,19 +189,20 @@ class Retained(Recorded[Recording]):
         if made is None:
             return None
         r.uses += 1
-        return self._pick([*args, *made, *[give() for give in r.give], *self._constants])
+        counts = self._count(list(args)) if self._count is not None else ()
+        return self._pick([*args, *made, *[give() for give in r.give], *counts, *self._constants])
 
     def _positions(self) -> list[int]:
-        """Where the results are among all arguments, copies, values handed out and constants."""
+        """Where the results are among all arguments, copies, values handed out, numbers and constants."""
         plan = self.plan
         copied = {v: len(plan.inputs) + k for k, v in enumerate(self._own)}
-        given = {v: len(plan.inputs) + len(self._own) + k for k, v in enumerate(self._handed_out)}
-        after = len(plan.inputs) + len(self._own) + len(given)
+        given = {v: len(plan.inputs) + len(self._own) + k for k, v in enumerate([*self._handed_out, *self._counted])}
+        after = len(plan.inputs) + len(self._own) + len(self._handed_out) + len(self._counted)
         constants = itertools.count(after)
         return [
             next(constants) if not isinstance(o, Ref)
             else self._given[o.id] if o.id in self._given
-            else (copied if k < self.copies else given)[o.id]
+            else (copied if k < self.copies and o.id in copied else given)[o.id]
             for k, o in enumerate(plan.outputs)
         ]  # fmt: skip
 
@@ -204,7 +211,7 @@ class Retained(Recorded[Recording]):
         fixed = set(self._places or ())
         try:
             with torch.inference_mode(False), torch.no_grad(), self.on_device():
-                copy_in = CopiesIn(args, sorted(set(self._used) - fixed), self._onto)
+                copy_in = CopiesIn(args, sorted(set(self._used) - fixed), self._onto, self._numbers)
                 kept, call = self._recorded_body(copy_in, copy_in.given(args))
             if any(mismatch(t, self.plan.specs[v]) for v, t in zip(self._kept, kept, strict=True)):
                 self._give_up(OTHER_TENSORS)
@@ -269,6 +276,14 @@ class Retained(Recorded[Recording]):
         self._sets.clear()
 
 
+def _counting(plan: Plan, sums: Sequence[Instruction], outs: Sequence[int]) -> Run:
+    """Return what computes these numbers from the plan's inputs."""
+    part = replace(
+        plan, instructions=list(sums), outputs=tuple(map(Ref, outs)), prepare=[], prepare_inputs=(), prepare_outputs=()
+    )
+    return codegen.load(part, {})
+
+
 def retained(
     plan: Plan, kernels: Mapping[str, KernelCode], run: Run, recorder: Recorder | None,
     tell: Callable[[str], None], handover: Handover,
@@ -276,7 +291,8 @@ def retained(
     """Return `run` of a training plan, replayed by `recorder` if possible."""
     if recorder is None:
         return run
-    why = obstacle(plan, recorder.device_type, training=True) or no_pieces(plan, recorder) or _handed_out(plan, handover)
+    numbers = takes_numbers(recorder)
+    why = obstacle(plan, recorder.device_type, True, numbers) or no_pieces(plan, recorder) or _handed_out(plan, handover)
     drawn = len(generators(plan))  # torch's replay launches twice for each, which takes as long as the plain call
     if why is None and drawn and not isinstance(recorder, DrawingRecorder):
         why = "it draws from a generator that it is given, and the backend records none"

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from fusewright.interface import Number
 from fusewright_triton.run import graph_kernels, memsets
-from fusewright_triton.run.graph_kernels import Captured, Unknown, naming
+from fusewright_triton.run.graph_kernels import Captured, Unknown, joined, naming, note, taking
 from fusewright_triton.run.memsets import KernelParameters
 
 SIZE = 64
@@ -108,6 +109,24 @@ def test_a_capture_is_read_in_its_order_with_the_bytes_of_each_argument(driver: 
     assert kernels[0].arguments == kernels[2].arguments == (struct.pack("I", 6), struct.pack("Q", 7))
     assert kernels[1].arguments == () and kernels[0].parameters != kernels[2].parameters
     assert [k.node for k in graph_kernels.captured_since(1)] == [2, 3]
+
+
+def test_what_was_captured_last_takes_numbers(driver: Driver) -> None:
+    first, second, unused = Number(6), Number(7), Number(8)
+    note({0: first}, 100)
+    note({0: first, 1: second}, 50)
+    nodes, ranges = taking({4: first, 2: second, 9: unused}, 3)
+    assert ranges == [(4, 50), (2, 50), (9, graph_kernels.MOST_NUMBER)]
+    (node,) = joined(nodes)
+    assert node.node == 3 and node.places == (0, 64) and set(node.patches) == {(0, 3, 0), (64, 4, 0)}
+    assert node.arguments[:8] == struct.pack("II", 6, 0), "a number of half a word is set as a word"
+
+
+def test_a_kernel_that_does_not_have_the_number_is_unknown(driver: Driver) -> None:
+    with pytest.raises(Unknown, match="not in the order"):
+        note({1: Number(6)}, 100)
+    with pytest.raises(RuntimeError, match="how many programs"):
+        note({0: Number(6)}, -1)
 
 
 def test_what_is_not_one_line_of_known_kernels_is_unknown(driver: Driver) -> None:

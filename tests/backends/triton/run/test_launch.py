@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,14 +12,16 @@ import torch
 
 from fusewright import _torch_compat, machine
 from fusewright.errors import FreedStorageError
+from fusewright.interface import Number
 from fusewright.plan import native
 from fusewright.toolkit.ir import Builder, Kernel, symbol
 from fusewright_triton import target
 from fusewright_triton.build.binaries import Binary, Built, Variant
 from fusewright_triton.emit.emitter import emit
 from fusewright_triton.emit.schedule import Config, Tile
-from fusewright_triton.run import launch
+from fusewright_triton.run import graph_kernels, launch
 from fusewright_triton.run.driver import Driver, DriverError
+from fusewright_triton.run.graph_kernels import MOST_NUMBER
 from fusewright_triton.run.launch import GpuLauncher, raise_errors
 from tests.backends.triton.kernels import column_sum, embedding
 
@@ -151,6 +154,56 @@ def test_every_position_of_a_long_sequence_is_learned(recorder: Recorder) -> Non
             run(data, (position,), ())
             assert recorder.launches.pop()[-1][2] == position
     assert recorder.by_address == (1200 if native.extension() is not None else 0)
+
+
+@pytest.mark.parametrize(
+    ("place", "most"),
+    [
+        (lambda i, p: i + p, (1 << 24) - 1),
+        (lambda i, p: i + p * 64, (1 << 24) - 1),
+        (lambda i, p: i + p * 4096, (1 << 16) - 1),
+        (lambda i, p: i + p * (1 << 20), MOST_NUMBER),  # offsets of 64 bits
+        (lambda i, p: i + (p * p), MOST_NUMBER),
+        (lambda i, p: i * p, MOST_NUMBER),
+    ],
+    ids=["a value", "a row", "a long row", "a matrix", "a square", "a stride"],
+)
+def test_a_number_of_a_recording_is_noted(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch, place: Callable[[Any, Any], Any], most: int
+) -> None:
+    """Whatever it is now: other code runs where all sizes are multiples of 16."""
+    noted: list[Any] = []
+    monkeypatch.setattr(graph_kernels, "note", lambda numbers, most: noted.append((numbers, most)))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    p, asked = symbol("p"), list[Variant]()
+    b = Builder("write", p=[64], symbols={"p": 1000})
+    x, out = b.input("x", "f32"), b.output("out", "f32")
+    (i,) = b.axes
+    b.store(out, place(i, p), b.load(x, i))
+    run = launcher(b.build(), Config((Tile((0,), 64),), 0, False, 1, 4), asked)
+    wide = most == MOST_NUMBER
+    recorder.types = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int64 if wide else ctypes.c_int32, ctypes.c_uint64]
+    data = torch.randn(64), torch.empty(64)
+    for position in (32, 33):
+        run(data, (Number(position),), ())
+        assert recorder.launches.pop()[-1][2] == position
+    assert noted == [({2: 32}, most), ({2: 33}, most)] and not recorder.by_address
+    assert {(v.wide, v.even) for v in asked} == {(wide, False)}
+
+
+def test_a_number_that_programs_depend_on_is_not_for_a_recording(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    noted: list[Any] = []
+    monkeypatch.setattr(graph_kernels, "note", lambda numbers, most: noted.append(most))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    n = symbol("n")
+    b = Builder("copy", p=[n], symbols={"n": 1024})
+    x, out = b.input("x", "i8"), b.output("out", "i8")
+    (i,) = b.axes
+    b.store(out, i, b.load(x, i))
+    run = launcher(b.build(), Config((Tile((0,), 128),), 0, False, 1, 4))
+    recorder.types = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int32, ctypes.c_uint64]
+    run((torch.empty(100, dtype=torch.int8), torch.empty(100, dtype=torch.int8)), (Number(100),), ())
+    assert noted == [-1]
 
 
 def test_a_launch_by_address_that_is_refused_goes_on_in_python(recorder: Recorder) -> None:

@@ -197,3 +197,74 @@ def test_a_recording_writes_large_results_to_fresh_memory(last: Callable[[torch.
         torch.testing.assert_close(found, f(x), rtol=2e-2, atol=6e-2)  # two steps of bf16 at 4
     said = reports[0].replay.split()
     assert said[0] == "replayed," and (torch.version.hip or said[1] == said[3]), reports[0].replay
+
+
+class Decoder(torch.nn.Module):
+    """A layer with learned positions and a cache, of which each call writes a row and reads those up to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(3))
+        self.positions = torch.nn.Embedding(128, 64)
+        self.register_buffer("cache", torch.zeros(128, 64))
+
+    def forward(self, x: torch.Tensor, p: int, noise: float = 0.0) -> torch.Tensor:
+        x = x + self.positions.weight[p] / (p + 1)
+        for layer in self.layers:
+            x = torch.nn.functional.gelu(layer(x))
+        self.cache[p : p + 1] = x
+        return x + (self.cache * (torch.arange(128, device=x.device) <= p)[:, None]).sum(0)
+
+
+@torch.no_grad()
+def test_kernels_of_a_recording_take_a_number_of_each_call() -> None:
+    """Also numbers beyond what its kernels take, of which the plain plan is given."""
+    one, two = Decoder().cuda(), Decoder().cuda()
+    two.load_state_dict(one.state_dict())
+    fast = compiled(one)
+    with recording() as reports:
+        for p in (3, 4, 5, 6, 16, 32, 2, 127, 0, 64):
+            x = randn(1, 64)
+            torch.testing.assert_close(fast(x, p), two(x, p), rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(one.cache, two.cache, rtol=1e-4, atol=1e-5)
+    assert torch.version.hip or reports[-1].replay.startswith("replayed"), reports[-1].replay
+
+
+@torch.no_grad()
+def test_a_recording_takes_numbers_of_any_size_beside_random_numbers() -> None:
+    w = randn(64, 64)
+
+    def f(x: torch.Tensor, t: int) -> torch.Tensor:
+        times = torch.full((64,), t, device="cuda")
+        for _ in range(4):
+            x = torch.sin(x @ w) + times[:, None].float().cos()
+        return x + torch.randn_like(x) + t % 7
+
+    fast, x = compiled(f), randn(64, 64)
+    with recording() as reports:
+        for t in (16, 17, 18, 32, 1 << 23, 1 << 25, 1 << 40, -5, 3):
+            torch.manual_seed(t)
+            wanted = f(x, t)
+            torch.manual_seed(t)
+            torch.testing.assert_close(fast(x, t), wanted, rtol=1e-2, atol=1e-3)
+    assert torch.version.hip or reports[-1].replay.startswith("replayed"), [r.replay for r in reports]
+
+
+def test_a_step_of_training_takes_numbers() -> None:
+    one, two = (torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(9))).cuda() for _ in range(2))
+    two.load_state_dict(one.state_dict())
+
+    def loss(model: torch.nn.Module, x: torch.Tensor, t: int) -> torch.Tensor:
+        for layer in model:  # type: ignore[attr-defined]
+            x = torch.sin(layer(x)) * t
+        return x.square().mean() / (2 * t + 1)
+
+    fast, x = compiled(lambda x, t: loss(one, x, t)), randn(64, 64)
+    with recording() as reports:
+        for t in range(3, 15):
+            for m, f in ((one, fast), (two, lambda x, t: loss(two, x, t))):
+                m.zero_grad(set_to_none=True)
+                f(x, t).backward()
+            for p, q in zip(one.parameters(), two.parameters(), strict=True):
+                torch.testing.assert_close(p.grad, q.grad, rtol=1e-2, atol=1e-4)
+    assert torch.version.hip or [r.replay[:8] for r in reports[-2:]] == ["replayed"] * 2, [r.replay for r in reports]
