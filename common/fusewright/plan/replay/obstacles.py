@@ -32,8 +32,8 @@ _ASYNCHRONOUS = ("c10d_functional", "_c10d_functional", "_c10d_functional_autogr
 
 def obstacle(plan: Plan, device: str, training: bool = False, numbers: bool = False) -> str | None:
     """Why a plan cannot be recorded on devices of this type, or None, decided from the plan alone. Of `training`, results are
-    checked elsewhere, and nothing but arithmetic of numbers runs beside a recording. Recordings draw random numbers from the device's own generator, as
-    eager does. `numbers`: they take numbers that are sizes of launches."""
+    checked elsewhere, and nothing but arithmetic of numbers runs beside a recording. Recordings draw random numbers from the
+    device's own generator, as eager does. `numbers`: they take numbers that are sizes of launches."""
     apart = counted(plan) if training else beside(plan, device)
     instructions = [i for k, i in enumerate(plan.instructions) if k not in apart]
     if len(instructions) < FEWEST:

@@ -208,7 +208,7 @@ class Decoder(torch.nn.Module):
         self.positions = torch.nn.Embedding(128, 64)
         self.register_buffer("cache", torch.zeros(128, 64))
 
-    def forward(self, x: torch.Tensor, p: int, noise: float = 0.0) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, p: int) -> torch.Tensor:
         x = x + self.positions.weight[p] / (p + 1)
         for layer in self.layers:
             x = torch.nn.functional.gelu(layer(x))
@@ -218,12 +218,12 @@ class Decoder(torch.nn.Module):
 
 @torch.no_grad()
 def test_kernels_of_a_recording_take_a_number_of_each_call() -> None:
-    """Also numbers beyond what its kernels take, of which the plain plan is given."""
+    """The recording loads code for any position: the calls before it have run what is for multiples of 16."""
     one, two = Decoder().cuda(), Decoder().cuda()
     two.load_state_dict(one.state_dict())
     fast = compiled(one)
     with recording() as reports:
-        for p in (3, 4, 5, 6, 16, 32, 2, 127, 0, 64):
+        for p in (3, 16, 32, 6, 16, 5, 2, 127, 0, 64):
             x = randn(1, 64)
             torch.testing.assert_close(fast(x, p), two(x, p), rtol=1e-4, atol=1e-5)
             torch.testing.assert_close(one.cache, two.cache, rtol=1e-4, atol=1e-5)
@@ -231,14 +231,15 @@ def test_kernels_of_a_recording_take_a_number_of_each_call() -> None:
 
 
 @torch.no_grad()
-def test_a_recording_takes_numbers_of_any_size_beside_random_numbers() -> None:
+def test_a_recording_takes_numbers_beside_random_numbers() -> None:
+    """Where a number is beyond what its kernels take, the plain plan runs."""
     w = randn(64, 64)
 
     def f(x: torch.Tensor, t: int) -> torch.Tensor:
         times = torch.full((64,), t, device="cuda")
         for _ in range(4):
             x = torch.sin(x @ w) + times[:, None].float().cos()
-        return x + torch.randn_like(x) + t % 7
+        return x + torch.randn_like(x)
 
     fast, x = compiled(f), randn(64, 64)
     with recording() as reports:
