@@ -18,14 +18,14 @@ from fusewright_triton.select import (
     products,
     quantized,
 )
-from fusewright_triton.select.attention import decode, sdpa, short_sequence, unfused
+from fusewright_triton.select.attention import decode, sdpa, short_sequence, unfused, varying
 from fusewright_triton.select.calls import OpCode, by_rows
 
 LOWERINGS: LoweringTable[OpCode] = LoweringTable()
 """Rows of both vendors."""
 
 CUDNN: LoweringTable[OpCode] = LoweringTable()
-"""Rows of NVIDIA alone: cuDNN's fused convolutions."""
+"""Rows of NVIDIA alone: cuDNN's fused convolutions, and what runs instead of its attention."""
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -42,6 +42,7 @@ for table in (LOWERINGS, CUDNN):
     table.add("softmax", dtypes=FLOATS, when=unfused.reason)(by_rows(unfused.ROWS))
     table.add(*gathers.OPS, dtypes=FLOATS, when=gathers.reason)(by_rows(gathers.ROWS))
     table.add(*gathers.REDUCTIONS, dtypes=FLOATS, when=gathers.reduced_reason)(by_rows(gathers.REDUCED))
+CUDNN.add("sdpa", dtypes=products.HALF, dynamic=True, when=varying.reason)(by_rows(varying.ROWS))
 # In fp32 cuDNN's channels-last kernels round to TF32 where its others do not: 20 to 80 times eager's error on ViT and Swin.
 CUDNN.add("conv", dtypes=products.HALF, when=depthwise.reason)(by_rows(depthwise.ROWS))
 CUDNN.add("conv", dtypes=products.HALF, when=convolutions.reason)(

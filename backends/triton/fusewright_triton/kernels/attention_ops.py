@@ -2,6 +2,7 @@
 
 `fusewright_triton::attention`: a mask of any strides, or none. `fusewright_triton::attention_decomposed`: the bias of
 decomposed relative positions. Both take a target's name, which determines the block sizes.
+`fusewright_triton::attention_varying`: torch's own kernels, but none that is planned anew for each length.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from fusewright_triton.target import Target, named
 KERNEL = Kernel("attention", "attention")
 ATTENTION = f"{NAMESPACE}::attention.default"
 DECOMPOSED = f"{NAMESPACE}::attention_decomposed.default"
+VARYING = f"{NAMESPACE}::attention_varying.default"
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LARGEST_DIM = 256
@@ -181,6 +183,20 @@ def attention(
     return out
 
 
+def attention_varying(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, is_causal: bool, scale: float | None,
+    stride: Sequence[int], target: str,
+) -> torch.Tensor:  # fmt: skip
+    """Compute `scaled_dot_product_attention` without dropout, with these strides of the result, without cuDNN: it plans for tens of
+    ms at each new length (docs/studies/gpu-attention.md)."""
+    chosen = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        return by_torch(query, key, value, mask, None, is_causal, scale, True, stride, target)
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(chosen)
+
+
 def decomposed_by_torch(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rel_h: torch.Tensor, rel_w: torch.Tensor,
     scale: float | None, stride: Sequence[int], target: str,
@@ -250,3 +266,4 @@ operator(f"attention({_TENSORS}Tensor? mask, Tensor? sink, bool is_causal, float
 operator(
     f"attention_decomposed({_TENSORS}Tensor rel_h, Tensor rel_w, float? scale, {_REST}", attention_decomposed, _meta
 )
+operator(f"attention_varying({_TENSORS}Tensor? mask, bool is_causal, float? scale, {_REST}", attention_varying, _meta)

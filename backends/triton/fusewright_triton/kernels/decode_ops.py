@@ -1,7 +1,9 @@
-"""Attention of few queries as a torch operator that a plan can name: `fusewright_triton::attention_decode`."""
+"""Attention of few queries as torch operators that a plan can name: `fusewright_triton::attention_decode`, and
+`attention_growing` for keys whose number differs from call to call."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +16,7 @@ from fusewright_triton.target import Target, named
 
 PARTS, COMBINED = Kernel("decode", "parts"), Kernel("decode", "combined")
 OPERATOR = f"{NAMESPACE}::attention_decode.default"
+GROWING = f"{NAMESPACE}::attention_growing.default"
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MOST_ROWS = 16
@@ -39,10 +42,13 @@ def warps_of(t: Target) -> int:
     return 8 if t.matrix == "wmma" else 4
 
 
-def parts(batches: int, keys: int, units: int, step: int) -> tuple[int, int]:
-    """Return the keys of a part, a multiple of `step`, and the number of parts: enough programs for every multiprocessor."""
+def parts(batches: int, keys: int, units: int, step: int, growing: bool = False) -> tuple[int, int]:
+    """Return the keys of a part, a multiple of `step`, and the number of parts: enough programs for every multiprocessor. For
+    `growing` keys both stay until there are twice as many, since kernels are built for them; the last parts may be empty."""
     steps = -(-keys // step)
     wanted = max(1, min(MOST_PARTS, -(-units // batches)))
+    if growing:
+        return (1 << (-(-steps // wanted) - 1).bit_length()) * step, wanted
     chunk = -(-steps // wanted) * step
     return chunk, -(-keys // chunk)
 
@@ -50,6 +56,7 @@ def parts(batches: int, keys: int, units: int, step: int) -> tuple[int, int]:
 def by_torch(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, sink: torch.Tensor | None,
     cos: torch.Tensor | None, sin: torch.Tensor | None, scale: float | None, stride: Sequence[int], target: str,
+    growing: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """Compute `attention_decode` by torch's own kernels."""
     if cos is not None and sin is not None:
@@ -62,19 +69,22 @@ def by_torch(
 def attention_decode(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, sink: torch.Tensor | None,
     cos: torch.Tensor | None, sin: torch.Tensor | None, scale: float | None, stride: Sequence[int], target: str,
+    growing: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """Compute `scaled_dot_product_attention` without dropout, with these strides of the result.
 
     query [B, H, Q, D], key and value [B, Hk, K, D] of one dtype, H a multiple of Hk, H / Hk * Q at most MOST_ROWS; mask is
     boolean or added, and broadcasts to [B, H, Q, K]. A fully masked row is 0. `sink`: see `attention`. With cos
-    and sin, which broadcast to the queries, rotary embeddings are applied first (see `rotary`).
+    and sin, which broadcast to the queries, rotary embeddings are applied first (see `rotary`). `growing`: see `parts`.
     """
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
     (batch, heads, queries, dim), (kv_heads, keys) = q.shape, k.shape[1:3]
+    if v.shape != k.shape:
+        raise RuntimeError(f"keys of shape {tuple(k.shape)} need values of that shape, not {tuple(v.shape)}")
     group, n = heads // kv_heads, batch * kv_heads
     t = named(target)
     step = step_of(t, q.dtype, dim)
-    chunk, split = parts(n, keys, t.units, step)
+    chunk, split = parts(n, keys, t.units, step, growing)
     kind, given = 0, q
     mask_strides: tuple[int, ...] = (0,) * 4
     if mask is not None:
@@ -108,9 +118,9 @@ def _meta(query: torch.Tensor, *args: Any) -> torch.Tensor:
     return torch.empty_strided(query.shape, args[-2], dtype=query.dtype, device=query.device)
 
 
-operator(
-    "attention_decode(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? sink, Tensor? cos, Tensor? sin, "
-    "float? scale, int[] stride, str target) -> Tensor",
-    attention_decode,
-    _meta,
+_ARGUMENTS = (
+    "Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? sink, Tensor? cos, Tensor? sin, float? scale, int[] stride, "
+    "str target"
 )
+operator(f"attention_decode({_ARGUMENTS}) -> Tensor", attention_decode, _meta)
+operator(f"attention_growing({_ARGUMENTS}) -> Tensor", functools.partial(attention_decode, growing=True), _meta)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fusewright.interface import OpView, TensorSpec
+from fusewright.interface import Dim, OpView, TensorSpec
 from fusewright.toolkit.backend.candidates import Thunk
 from fusewright.toolkit.region.attention import not_few_queries, unrepeated
 from fusewright.toolkit.region.graph import spec_of
@@ -27,11 +27,17 @@ def reason(op: OpView) -> str | None:
     return not_few_queries(op, kernel.MOST_ROWS, kernel.DTYPES, kernel.LARGEST_DIM)
 
 
-def _of_one_cache(m: Match, c: Calls) -> Match | None:
+def alike(key: TensorSpec, value: TensorSpec) -> bool:
+    """Return whether keys and values have one shape, as attention requires when it runs: each length may have a symbol of its own."""
+    pairs = zip(key.shape, value.shape, strict=True)
+    return all(a == b or (isinstance(a, Dim) and isinstance(b, Dim) and a.hint == b.hint) for a, b in pairs)
+
+
+def of_one_cache(m: Match, c: Calls) -> Match | None:
     """Bind keys and values before they are repeated for the query heads of a group, and the rotary embedding of the queries."""
     op, ops = m.anchor, list[OpView]()
     key, value = (unrepeated(op.arg(n), c.graph, ops) for n in ("key", "value"))
-    if spec_of(key).shape != spec_of(value).shape:
+    if not alike(spec_of(key), spec_of(value)):
         ops.clear()
         key, value = op.arg("key"), op.arg("value")
     heads, queries = spec_of(op.arg("query")).shape[1:3]
@@ -65,15 +71,16 @@ def _measured(run: Callable[..., Any], specs: Sequence[TensorSpec], scale: float
     return repeated
 
 
-def _write(m: Match, c: Calls) -> None:
+def write(m: Match, c: Calls, operator: str = kernel.OPERATOR) -> None:
+    """Emit the call of an attention of few queries."""
     op, rotation = m.anchor, m["rotation"]
     query = rotation.source if rotation else op.arg("query")
     angles = (rotation.cos, rotation.sin) if rotation else (None, None)
     q, k, v, mask, cos, sin = (c.b.any_strides(x) for x in (query, m["key"], m["value"], op.arg("attn_mask"), *angles))
     given = (q, k, v, mask, None, cos, sin, op.arg("scale"), spec_of(op.out).stride, c.ctx.device.arch)
-    c.b.call(kernel.OPERATOR, *given, out=op.out, op=op)
+    c.b.call(operator, *given, out=op.out, op=op)
 
 
 ROWS = (
-    Row("triton.attention.decode", chain("sdpa"), extend=_of_one_cache, pays=_pays, write=_write, note="attention of few queries"),
+    Row("triton.attention.decode", chain("sdpa"), extend=of_one_cache, pays=_pays, write=write, note="attention of few queries"),
 )
