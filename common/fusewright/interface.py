@@ -7,6 +7,7 @@ torch's graph, and returns a :class:`Compiled`: an opaque callable, or a `Fragme
 from __future__ import annotations
 
 import abc
+import contextlib
 import enum
 import sys
 from collections import Counter
@@ -680,6 +681,11 @@ class Backend(abc.ABC):
     def prepare(self) -> None:  # noqa: B027 (by default there is nothing to start)
         """Called before a graph for this device is traced: start slow work, e.g. compiler processes, that can run alongside.
         Whether anything will need compiling is not known yet. Since interface 1.1."""
+
+    def tracing(self, symbolic: bool) -> contextlib.AbstractContextManager[None]:
+        """A context in which a graph is traced, with tensors of `symbolic` sizes or not: torch chooses among its kernels there.
+        Since interface 1.17."""
+        return contextlib.nullcontext()
 
     def supports(self, op: OpView) -> Verdict:
         """Whether this backend claims `op`. Must be pure and use metadata only; every refusal carries a reason."""

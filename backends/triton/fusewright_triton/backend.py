@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import re
@@ -42,6 +43,7 @@ from fusewright.toolkit.region import gemv
 from fusewright.toolkit.region.builder import Builder
 from fusewright_triton import target
 from fusewright_triton.emit.schedule import Config
+from fusewright_triton.kernels import attention_ops
 from fusewright_triton.lowerings import CUDNN, LOWERINGS
 from fusewright_triton.run.handwritten import INSTALL, NAMESPACE, Order, library
 from fusewright_triton.run.precompile import orders
@@ -318,6 +320,10 @@ class NvidiaTriton(TritonBackend):
     lowerings = CUDNN
     channels_last_training = True  # cuDNN's tensor core kernels are channels-last, and transpose other images
     targets, typical = target.NVIDIA, "sm_90"
+
+    def tracing(self, symbolic: bool) -> contextlib.AbstractContextManager[None]:
+        """Keep steps of training that differ in length from kernels of attention that are planned for each length."""
+        return attention_ops.without_plans() if symbolic else contextlib.nullcontext()
 
     @classmethod
     def probe(cls) -> Device | Unavailable:

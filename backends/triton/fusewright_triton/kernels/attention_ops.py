@@ -7,8 +7,9 @@ decomposed relative positions. Both take a target's name, which determines the b
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +29,13 @@ FEW_KEYS = 64
 """The most keys for which a block takes fewer of them."""
 LARGEST_IMAGE = 256
 """The most rows plus columns of an image of keys, unless it is as wide as a block of keys."""
+
+
+OFTEN = 256
+"""Calls with the same sizes after which a plan for them pays."""
+MOST_SIZES = 4096
+"""The most sizes whose calls are counted."""
+_calls: dict[tuple[Any, ...], int] = {}
 
 
 @dataclass(frozen=True)
@@ -185,16 +193,35 @@ def attention(
 
 def attention_varying(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, is_causal: bool, scale: float | None,
-    stride: Sequence[int], target: str,
+    order: Sequence[int], target: str,
 ) -> torch.Tensor:  # fmt: skip
-    """Compute `scaled_dot_product_attention` without dropout, with these strides of the result, without cuDNN: it plans for tens of
-    ms at each new length (docs/studies/gpu-attention.md)."""
+    """Compute `scaled_dot_product_attention` without dropout, dense with its dims in this order. Lengths that come rarely are left
+    to kernels that need no planning: cuDNN plans for tens of ms at each new one (docs/studies/gpu-decoding.md)."""
+    sizes = query.shape, key.shape, None if mask is None else mask.shape, query.dtype, is_causal
+    _calls[sizes] = seen = _calls.get(sizes, 0) + 1
+    if len(_calls) > MOST_SIZES:
+        _calls.clear()
+    with without_plans() if seen <= OFTEN else contextlib.nullcontext():
+        return by_torch(query, key, value, mask, None, is_causal, scale, True, strides_in(query.shape, order), target)
+
+
+@contextlib.contextmanager
+def without_plans() -> Iterator[None]:
+    """Let torch choose among its kernels but cuDNN's in this context."""
     chosen = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:
-        return by_torch(query, key, value, mask, None, is_causal, scale, True, stride, target)
+        yield
     finally:
         torch.backends.cuda.enable_cudnn_sdp(chosen)
+
+
+def strides_in(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a dense tensor whose dims lie in this order, the outermost first."""
+    strides, step = [0] * len(shape), 1
+    for d in reversed(order):
+        strides[d], step = step, step * shape[d]
+    return tuple(strides)
 
 
 def decomposed_by_torch(
@@ -266,4 +293,14 @@ operator(f"attention({_TENSORS}Tensor? mask, Tensor? sink, bool is_causal, float
 operator(
     f"attention_decomposed({_TENSORS}Tensor rel_h, Tensor rel_w, float? scale, {_REST}", attention_decomposed, _meta
 )
-operator(f"attention_varying({_TENSORS}Tensor? mask, bool is_causal, float? scale, {_REST}", attention_varying, _meta)
+
+
+def _meta_varying(query: torch.Tensor, *args: Any) -> torch.Tensor:
+    return torch.empty_strided(query.shape, strides_in(query.shape, args[-2]), dtype=query.dtype, device=query.device)
+
+
+operator(
+    f"attention_varying({_TENSORS}Tensor? mask, bool is_causal, float? scale, int[] order, str target) -> Tensor",
+    attention_varying,
+    _meta_varying,
+)

@@ -252,7 +252,7 @@ def test_a_recording_takes_numbers_beside_random_numbers() -> None:
 
 
 def test_a_step_of_training_takes_numbers() -> None:
-    one, two = (torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(9))).cuda() for _ in range(2))
+    one, two = (torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(16))).cuda() for _ in range(2))
     two.load_state_dict(one.state_dict())
 
     def loss(model: torch.nn.Module, x: torch.Tensor, t: int) -> torch.Tensor:

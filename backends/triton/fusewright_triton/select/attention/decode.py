@@ -28,7 +28,7 @@ def reason(op: OpView) -> str | None:
 
 
 def alike(key: TensorSpec, value: TensorSpec) -> bool:
-    """Return whether keys and values have one shape, as attention requires when it runs: each length may have a symbol of its own."""
+    """Return whether keys and values have one shape, as attention requires. Each of their lengths may have a symbol of its own."""
     pairs = zip(key.shape, value.shape, strict=True)
     return all(a == b or (isinstance(a, Dim) and isinstance(b, Dim) and a.hint == b.hint) for a, b in pairs)
 

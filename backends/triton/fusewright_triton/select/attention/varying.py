@@ -25,7 +25,7 @@ def _few_queries(m: Match, c: Calls) -> Match | None:
     """Bind the keys and values of a cache that grows, if heads and queries are few and known."""
     op = m.anchor
     q, k, v = (spec_of(op.arg(n)) for n in ("query", "key", "value"))
-    known = all(isinstance(n, int) for n in (*q.shape[1:], k.shape[1])) and decode.alike(k, v) and q.shape[::3] == k.shape[::3]
+    known = all(isinstance(n, int) for n in (*q.shape, k.shape[1])) and decode.alike(k, v) and q.shape[::3] == k.shape[::3]
     if not known or op.arg("is_causal") or q.shape[3] > decode_ops.LARGEST_DIM or _measured_otherwise(k, c):  # type: ignore[operator]
         return None
     return decode.of_one_cache(m, c) if 0 < k.shape[1] and not q.shape[1] % k.shape[1] else None  # type: ignore[operator]
@@ -40,10 +40,19 @@ def _write_few(m: Match, c: Calls) -> None:
     decode.write(m, c, decode_ops.GROWING)
 
 
+def _dense(m: Match, c: Calls) -> Match | None:
+    """Bind the order in which the result's dims lie in memory, without gaps."""
+    out = spec_of(m.out)
+    shape, stride = ([hint(n) for n in sizes] for sizes in (out.shape, out.stride))
+    order = tuple(sorted(range(out.rank), key=lambda d: -stride[d]))
+    dense = attention_ops.strides_in(shape, order)
+    return m.with_ops(at=m.anchor, order=order) if list(dense) == stride else None
+
+
 def _write(m: Match, c: Calls) -> None:
     op = m.anchor
     q, k, v, mask = (c.b.any_strides(op.arg(n)) for n in ("query", "key", "value", "attn_mask"))
-    given = (q, k, v, mask, op.arg("is_causal"), op.arg("scale"), spec_of(op.out).stride, c.ctx.device.arch)
+    given = (q, k, v, mask, op.arg("is_causal"), op.arg("scale"), m["order"], c.ctx.device.arch)
     c.b.call(attention_ops.VARYING, *given, out=op.out, op=op)
 
 
@@ -52,5 +61,5 @@ ROWS = (
         "triton.attention.growing", chain("sdpa"), extend=_few_queries, write=_write_few,
         note="attention of few queries over a growing cache",
     ),
-    Row("triton.attention.varying", chain("sdpa"), write=_write, note="attention of varying lengths"),
+    Row("triton.attention.varying", chain("sdpa"), extend=_dense, write=_write, note="attention of varying lengths"),
 )  # fmt: skip
