@@ -45,3 +45,10 @@ def test_a_shape_has_the_number_that_a_guard_has_made_of_a_symbol() -> None:
     guarded, free = shape_rules.shape(x)
     assert type(guarded) is int
     assert type(free) is torch.SymInt
+
+
+def test_an_alias_that_computes_with_a_number_leaves_a_symbol_to_eager() -> None:
+    compiled = torch.compile(lambda x, a: torch.celu(x, a) + x * a, backend="x86_onednn", dynamic=True)
+    for alpha in (0.5, 1.5, 3):
+        x = torch.randn(7, requires_grad=True)
+        torch.testing.assert_close(compiled(x, alpha), torch.celu(x, alpha) + x * alpha)

@@ -61,8 +61,8 @@ def _batch_norm_without_statistics(a: Args) -> dict[str, Any] | None:
 
 
 def _celu(a: Args) -> dict[str, Any] | None:
-    if not a["alpha"]:
-        return None  # eager refuses it
+    if not a["alpha"] or _is_symbolic(a["alpha"]):
+        return None  # eager refuses zero; a symbol's reciprocal would be a node of its own
     return {"self": a["self"], "alpha": a["alpha"], "scale": 1, "input_scale": 1.0 / a["alpha"]}
 
 
@@ -122,6 +122,17 @@ def _traced(x: Any) -> Any:
     return x.meta.get("val") if isinstance(x, torch.fx.Node) else x
 
 
+def _is_symbolic(x: Any) -> bool:
+    """Whether a number is only known when the graph runs: an fx node, with which an adapter cannot compute."""
+    return isinstance(x, torch.fx.Node)
+
+
+def _narrow(a: Args) -> dict[str, Any] | None:
+    if _is_symbolic(a["start"]) or _is_symbolic(a["length"]):
+        return None
+    return {"self": a["self"], "dim": a["dim"], "start": a["start"], "end": a["start"] + a["length"]}
+
+
 def _square(a: Args) -> dict[str, Any]:
     return {"self": a["self"], "exponent": 2}
 
@@ -177,8 +188,7 @@ ALIASES: tuple[Alias, ...] = (
     alias("squeeze", "squeeze", _all_dims),
     alias("squeeze.dim", "squeeze", _one_dim),
     alias("swapaxes", "transpose", lambda a: {"self": a["self"], "dim0": a["axis0"], "dim1": a["axis1"]}),
-    alias("narrow", "slice",
-        lambda a: {"self": a["self"], "dim": a["dim"], "start": a["start"], "end": a["start"] + a["length"]}),
+    alias("narrow", "slice", _narrow),
     # creation
     alias("arange", "arange", start=0),
     alias("arange.start", "arange"),
