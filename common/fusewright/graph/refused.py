@@ -24,7 +24,9 @@ from fusewright.ops.core import bind, params_of
 from fusewright.ops.rules import tensors
 
 DIMS = frozenset({"dim", "dims", "dim0", "dim1", "dim2"})
-INDICES = frozenset({"index", "indices", "target"})
+TARGET = "target"
+"""Holds classes in some losses, and values in others."""
+INDICES = frozenset({"index", "indices", TARGET})
 MASKS = frozenset({"mask", "condition"})
 ANY_NUMBER = 1 << 40
 """Stands for a number that is not known before the call; for a size, 2 does."""
@@ -91,7 +93,14 @@ def _doubtful(target: Any, given: Mapping[str, Any], result: Any) -> bool:
 
 
 def _operands(target: Any, given: Mapping[str, Any]) -> list[torch.Tensor]:
-    return [t for name in _parts(target)[1] - INDICES - MASKS for t in tensors(given[name])]
+    """Tensors that hold values, as a loss's target may."""
+    return [t for name in (_parts(target)[1] & {TARGET}) | (_parts(target)[1] - INDICES - MASKS) for t in tensors(given[name])]
+
+
+def _promoted(target: Any, given: Mapping[str, Any]) -> list[torch.dtype]:
+    """Dtypes of the operands that the operator may have to promote: classes are integers beside any dtype."""
+    classes = [t for t in tensors(given.get(TARGET)) if _is_exact(t.dtype)]
+    return [t.dtype for t in _operands(target, given) if not any(t is c for c in classes)]
 
 
 def _of_exact(target: Any, given: Mapping[str, Any]) -> bool:
@@ -107,8 +116,9 @@ def _mixed(target: Any, given: Mapping[str, Any]) -> bool:
     """Whether operands on the host differ in dtype and the operator, unlike pointwise ones, may not promote them. Autograd calls
     backwards, with what eager takes: the traced dtype of statistics may be wrong."""
     promoted = torch.Tag.pointwise in target.tags or "_backward" in target._schema.name
-    operands = [] if promoted else _operands(target, given)
-    return len({t.dtype for t in operands}) > 1 and all(t.device.type == HOST for t in operands)
+    if promoted or len(set(_promoted(target, given))) < 2:
+        return False
+    return all(t.device.type == HOST for t in _operands(target, given))
 
 
 def _each(value: Any) -> Iterable[Any]:
@@ -180,15 +190,17 @@ def _asked_of_exact(target: Any, given: Mapping[str, Any]) -> str | None:
     why = _asked(target, given)
     if why is None:
         return None
-    exact = [t.dtype for t in _operands(target, given) if _is_exact(t.dtype)]
-    others = (_swapped(target, given, to, exact) for to in (torch.uint8, torch.float32))
+    dtypes = [t.dtype for t in _operands(target, given)]
+    exact = [d for d in dtypes if _is_exact(d)]
+    beside = [d for d in dtypes if not _is_exact(d)][:1]
+    others = (_swapped(target, given, to, exact) for to in (torch.uint8, torch.float32, *beside))
     return why if any(_asked(target, other) is None for other in others) else None
 
 
 def _asked_of_mixed(target: Any, given: Mapping[str, Any]) -> str | None:
     """Eager's error for operands of several dtypes. One dtype shows whether stand-ins of some sizes can be asked about: a norm's
     weight, say, has the sizes that another argument names."""
-    dtypes = [t.dtype for t in _operands(target, given)]
+    dtypes = _promoted(target, given)
     wide = next((d for d in dtypes if d.is_floating_point or d.is_complex), dtypes[0])
     alike = _swapped(target, given, wide, dtypes)
     for sizing in (_two_each, _shared_sizes(target, given), _traced_sizes):

@@ -47,6 +47,9 @@ REFUSED: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "a loss's": (aten.nll_loss_forward.default, (F32, ROW_PLACES, HALF_ROW, 1, -100)),
     "a written half among floats": (aten.index_put.default, (F32, [ROW_PLACES], HALF)),
     "an added one": (aten.index_add.default, (F32, 0, ROW_PLACES, HALF)),
+    "values that a loss compares with, of another dtype": (aten.binary_cross_entropy.default, (F32, HALF)),
+    "classes in place of them": (aten.binary_cross_entropy.default, (F32, INT64)),
+    "classes beside doubles": (aten.binary_cross_entropy.default, (fake(torch.float64, 3, 4), INT64)),
     "one that is folded": (aten.index_reduce.default, (F32, 0, ROW_PLACES, HALF, "amax")),
 }
 ALLOWED: dict[str, tuple[Any, tuple[Any, ...]]] = {
@@ -61,6 +64,8 @@ ALLOWED: dict[str, tuple[Any, tuple[Any, ...]]] = {
         aten.native_layer_norm_backward.default,
         (BF16, BF16, [4], *[fake(torch.bfloat16, 3, 1)] * 2, fake(torch.float32, 4), None, [True, True, False]),
     ),
+    "a loss that promotes what it compares with": (aten.mse_loss.default, (F32, HALF)),
+    "classes": (aten.nll_loss_forward.default, (F32, ROW_PLACES, fake(torch.float32, 4), 1, -100)),
     "a half and a float": (aten.add.Tensor, (HALF, F32)),
     "a view whose stand-in has other sizes": (aten.view.default, (BOOL, [12])),
     "infinity": (aten.masked_fill.Scalar, (HALF, BOOL, float("-inf"))),
