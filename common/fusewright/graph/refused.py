@@ -225,7 +225,8 @@ def _shared_sizes(target: Any, given: Mapping[str, Any]) -> Sizing:
 
 def _swapped(target: Any, given: Mapping[str, Any], to: torch.dtype, dtypes: Sequence[torch.dtype]) -> Mapping[str, Any]:
     """The arguments with the operands of these dtypes in another."""
-    others = {t: torch.empty_like(t, dtype=to) for t in _operands(target, given) if t.dtype in dtypes}
+    operands = [t for t in _operands(target, given) if t.dtype in dtypes]
+    others = {t: t.new_empty(t.shape, dtype=to) for t in operands}  # empty_like would compare symbolic strides
 
     def swap(value: Any) -> Any:
         if isinstance(value, tuple | list):

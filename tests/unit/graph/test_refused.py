@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -106,6 +107,17 @@ def test_asking_draws_no_numbers() -> None:
     asked(aten.randint_like.default, (INT64, 5))
     asked(aten.bernoulli.p, (INT64, 0.5))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("sizes", [lambda n: (n - 1, 4), lambda n: (4, n - 1), lambda n: (2, n - 1, n - 2)])
+def test_asking_assumes_nothing_of_sizes(sizes: Callable[[Any], tuple[Any, ...]]) -> None:
+    x = compat.symbolic_mode().from_tensor(torch.empty(7, dtype=torch.int64))
+    operand = x.new_empty(sizes(x.shape[0])).transpose(0, 1)
+    env = x.shape[0].node.shape_env
+    before = len(env.guards)
+    refused._answers.clear()
+    assert asked(aten._softmax.default, (operand, -1, False)) is not None
+    assert env.guards[before:] == []
 
 
 def test_a_number_of_many_elements_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
