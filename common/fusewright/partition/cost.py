@@ -22,15 +22,24 @@ class Work:
         return policy.call_seconds + max(self.flops / policy.flops_per_second, self.bytes / policy.bytes_per_second)
 
 
+SIZES = ("aten.sym_size.int", "aten.sym_stride.int", "aten.sym_numel.default")
+"""Calls that read a number of a tensor, which costs nothing: composites that were opened have them."""
+
+
 def work(op: OpView) -> Work:
     """Estimated work of one op at the sizes seen when tracing."""
     row = ops.OPS.get(op.op)
-    if row is not None and row.kind is ops.Kind.VIEW:
+    if op.op in SIZES or (row is not None and (row.kind is ops.Kind.VIEW or _makes_nothing(op, row))):
         return Work("view", 0.0, 0.0)
     specs = [v.spec for v in (*op.inputs(), *op.outs) if v.spec is not None]
     moved = float(sum(s.bytes_hint() for s in specs))
     kind = row.kind.name.lower() if row else "opaque"
     return Work(kind, _flops(op, kind), moved)
+
+
+def _makes_nothing(op: OpView, row: ops.Op) -> bool:
+    """Whether a creation has no elements: like a view, it is a tensor without work."""
+    return row.kind is ops.Kind.CREATION and all(v.spec is not None and 0 in v.spec.shape for v in op.outs)
 
 
 def _flops(op: OpView, kind: str) -> float:

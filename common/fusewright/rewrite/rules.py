@@ -12,6 +12,7 @@ from fusewright import ops
 from fusewright.graph.retrace import contiguous_like
 from fusewright.graph.spec import value_of
 from fusewright.graph.view import is_projection
+from fusewright.rewrite import empty
 from fusewright.rewrite.engine import ANY, READER, Env, Rewriter, Rule, is_call, p
 from fusewright.rewrite.loops.filled import copied, copies_into_piece
 from fusewright.storage import lazy
@@ -228,4 +229,5 @@ RULES: tuple[Rule, ...] = (
     Rule("cast.same", p("cast", "x"), _needless_copy, "cast(x, x.dtype) = x"),
     Rule("pad.none", p("constant_pad_nd", "x", "pad"), _no_padding, "constant_pad_nd(x, [0, 0, ...]) = x"),
     Rule("clone.same", p("clone", "x"), _needless_copy, "clone(x) = x where nothing is written in place"),
+    *empty.RULES,
 )

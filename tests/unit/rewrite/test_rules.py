@@ -28,6 +28,9 @@ LSE = (
     "%4: f32[1,2,8,4]{64,4,8,1} = py.getitem(%3, 0)\n"
 )
 
+NONE = "%0: f32[2,0] = input('n')\n%1: f32[2,3] = input('x')\n"
+OPTIONS = "dtype=torch.float32, layout=torch.strided, device=cpu, pin_memory=False)\n"
+
 # rule -> (text before, the op that must be gone, text after)
 REWRITES: dict[str, tuple[str, str]] = {
     "linear.addmm": (
@@ -118,6 +121,26 @@ REWRITES: dict[str, tuple[str, str]] = {
     "clone.same": (
         X + "%1: f32[2,3] = clone(%0, memory_format=None)\n%2: f32[2,3] = relu(%1)\nreturn [%2]\n",
         X + "%1: f32[2,3] = relu(%0)\nreturn [%1]\n",
+    ),
+    "empty.result": (
+        NONE + "%2: f32[2,0]{1,1} = exp(%0)\nreturn [%2]\n",
+        NONE + "%2: f32[2,0]{1,1} = full([2, 0], 0, " + OPTIONS + "return [%2]\n",
+    ),
+    "empty.joined": (
+        NONE + "%2: f32[2,3] = cat([%0, %1, %0], 1)\nreturn [%2]\n",
+        NONE + "%2: f32[2,3] = cat([%1], 1)\nreturn [%2]\n",
+    ),
+    "empty.sum": (
+        NONE + "%2: f32[2,3] = slice_backward(%0, [2, 3], 1, 3, 9, 1)\nreturn [%2]\n",
+        NONE + "%2: f32[2,3] = full([2, 3], 0, " + OPTIONS + "return [%2]\n",
+    ),
+    "empty.padded": (
+        NONE + "%2: f32[2,3] = constant_pad_nd(%0, [1, 2], 4.0)\nreturn [%2]\n",
+        NONE + "%2: f32[2,3] = full([2, 3], 4.0, " + OPTIONS + "return [%2]\n",
+    ),
+    "empty.written": (
+        NONE + "%2: f32[2,3] = slice_scatter(%1, %0, 1, 3, 9, 1)\nreturn [%2]\n",
+        NONE + "%2: f32[2,3] = clone(%1, memory_format=None)\nreturn [%2]\n",
     ),
 }
 
@@ -211,6 +234,32 @@ KEPT: dict[str, list[str]] = {
         "%3: f32[1,3] = py.getitem(%2, 0)\nreturn [%3]\n",
         X + "%1: f32[2,3] = clone(%0, memory_format=None)\n%2: f32[2,3] = aten.relu_.default(%1)\n%3: f32[2,3] = exp(%0)\n"
         "return [%2, %3]\n",
+    ],
+    "empty.result": [
+        # a view of an input, random numbers, an index that eager checks, and strides that a fill does not have
+        NONE + "%2: f32[0,2]{1,1} = t(%0)\nreturn [%2]\n",
+        NONE + "%2: f32[2,0] = rand_like(%0)\nreturn [%2]\n",
+        NONE + "%2: i64[5] = input('i')\n%3: f32[5,0] = index_select(%0, 0, %2)\nreturn [%3]\n",
+        "%0: f32[0,2]{1,5} = input('x')\n%1: f32[0,2]{1,5} = exp(%0)\nreturn [%1]\n",
+        X + "%1: f32[2,3] = exp(%0)\nreturn [%1]\n",
+    ],
+    "empty.joined": [
+        # another type, and nothing else
+        "%0: f32[2,0] = input('n')\n%1: f16[2,3] = input('x')\n%2: f32[2,3] = cat([%0, %1], 1)\nreturn [%2]\n",
+        NONE + "%2: f32[2,0] = cat([%0, %0], 1)\nreturn [%2]\n",
+        NONE + "%2: f32[2,6] = cat([%1, %1], 1)\nreturn [%2]\n",
+    ],
+    "empty.sum": [
+        X + "%1: f32[2] = sum(%0, [1], False, dtype=None)\nreturn [%1]\n",
+        NONE + "%2: f32[0] = sum(%0, [0], False, dtype=None)\nreturn [%2]\n",
+        "%0: c64[2,0] = input('n')\n%1: c64[2] = sum(%0, [1], False, dtype=None)\nreturn [%1]\n",
+    ],
+    "empty.padded": [X + "%1: f32[2,4] = constant_pad_nd(%0, [0, 1], 0.0)\nreturn [%1]\n"],
+    "empty.written": [
+        # strides that a copy does not have
+        "%0: f32[2,0] = input('n')\n%1: f32[2,3]{1,2} = input('x')\n"
+        "%2: f32[2,3] = slice_scatter(%1, %0, 1, 3, 9, 1)\nreturn [%2]\n",
+        NONE + "%2: f32[2,1] = input('y')\n%3: f32[2,3] = slice_scatter(%1, %2, 1, 0, 1, 1)\nreturn [%3]\n",
     ],
 }  # fmt: skip
 

@@ -189,7 +189,8 @@ def test_nan_inf_and_zero_stay_where_they_are() -> None:
 
 
 def test_no_elements() -> None:
-    assert scanned(LOOPS["states"], [torch.rand(STEPS, 0, 4), torch.rand(STEPS, 0, 4), C, H])[0] == 1
+    """Fills have taken the place of the steps."""
+    assert scanned(LOOPS["states"], [torch.rand(STEPS, 0, 4), torch.rand(STEPS, 0, 4), C, H])[0] == 0
 
 
 
