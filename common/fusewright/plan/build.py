@@ -366,7 +366,7 @@ def escaping(flat: Sequence[Instruction], outputs: tuple[Any, ...]) -> set[int]:
         if isinstance(i, Call):
             escapes.update(written_by(i))
         elif isinstance(i, Launch):
-            escapes.update(i.inputs[k].id for _, k in i.updates)
+            escapes.update(i.written)
     for i in reversed(flat):
         if escapes & set(i.outs):
             escapes.update(shared_by(i))

@@ -1,8 +1,8 @@
 """Update inputs and other values in place, if nobody needs the old content any more.
 
 A functional graph computes `new = index_copy(x, ...)` and ends with `copy_(x, new)`: it copies all of `x` twice to change a few
-elements. Here the kernel writes to `x` itself. The final copy becomes one of a tensor to itself, which torch skips; it stays
-because it counts as a change of `x`.
+elements. Here the kernel writes to `x` itself, as one does that computes all of `x` anew (`copy_` into a buffer). The final copy
+becomes one of a tensor to itself; it stays because it counts as a change of `x`, which is all that the plan's text does for it.
 
 A library call that overwrites one of its operands is given a copy of it. If nobody reads the original later, it is given that. An
 all-reduce overwrites its operand where nobody reads that later.
@@ -18,12 +18,11 @@ from typing import Any
 
 from fusewright.interface import Dim, Size, TensorSpec
 from fusewright.plan.build import Plan, shared_by, written_by
-from fusewright.plan.ir import Call, Instruction, Launch, Ref, reads, reads_content
+from fusewright.plan.ir import Call, Instruction, Launch, Ref, copied, reads, reads_content
 from fusewright.plan.memory import roots_of
 from fusewright.plan.vocabulary import ALL_REDUCE, COPIES, LISTED, OVERWRITING_ALL_REDUCE
 from fusewright.toolkit.ir.extent import Extent, distinct
 
-COPY = "aten::copy_.default"
 CLONE = "aten::clone.default"
 
 
@@ -38,11 +37,13 @@ def updated_in_place(plan: Plan) -> Plan:
     found = _Instructions(plan.instructions, roots)
     changed = False
     for c in plan.instructions:
-        pair = _copied(c)
+        pair = copied(c)
         if pair is None or pair[0] not in given or pair[1] in seen or not _alike(plan.specs, *pair):
             continue
-        if found.touch(*pair) == 1:
-            changed |= _scattered(found, c, *pair, seen, plan.kernels) or _computed(found, c, *pair)
+        if found.touch(*pair) == 1 and (_scattered(found, c, *pair, seen, plan.kernels) or _computed(found, c, *pair)):
+            changed = True
+        elif not found.hidden(c, *pair):
+            changed |= _stored(found, c, *pair)
     return replace(plan, instructions=found.in_order()) if changed else plan
 
 
@@ -83,6 +84,12 @@ class _Instructions:
         calls = [k for k, i in self._readers.get(x, {}).items() if not isinstance(i, Launch)]
         launches = [k for k, i in self._writers.get(x, {}).items() if isinstance(i, Launch)]
         return len({*calls, *launches, *self._writers.get(new, ())})
+
+    def hidden(self, copy: Instruction, x: int, new: int) -> bool:
+        """Whether anything but a copy of `new` to `x` writes one of them, or makes what may be a view of `x`."""
+        writers = {*self._writers.get(x, ()), *self._writers.get(new, ())}
+        views = (i for i in self.readers(x) if i is not copy and not isinstance(i, Launch) and x in shared_by(i))
+        return writers != {id(copy)} or any(True for _ in views)
 
     def before(self, x: int, last: Instruction, apart: Collection[Instruction]) -> bool:
         """Whether all that reads elements of `x`, or of views of it, but the instructions `apart`, precedes `last`."""
@@ -130,7 +137,7 @@ class _Instructions:
     def _written(self, i: Instruction) -> Iterable[int]:
         """What an instruction writes: a launch its inputs, a call the memory of its arguments."""
         if isinstance(i, Launch):
-            return [i.inputs[k].id for _, k in i.updates]
+            return i.written
         return {root for r in written_by(i) for root in self._roots.get(r, {r})} if isinstance(i, Call) else ()
 
 
@@ -205,20 +212,20 @@ def copied_together(plan: Plan) -> Plan:
     """Merge consecutive copies into one call per type; return `plan` itself if there are none."""
     roots = roots_of(plan.instructions)
     found: list[Instruction] = []
-    for _, run in groupby(plan.instructions, lambda i: _copied(i) is not None):
+    for _, run in groupby(plan.instructions, lambda i: copied(i) is not None):
         found += _joined(list(run), plan, roots)
     return plan if len(found) == len(plan.instructions) else replace(plan, instructions=found)
 
 
 def _joined(run: Sequence[Instruction], plan: Plan, roots: Mapping[int, set[int]]) -> Sequence[Instruction]:
     """Merge copies into fewer calls if none touches what another one writes. Copies of a tensor to itself are free."""
-    pairs = [pair for pair in map(_copied, run) if pair is not None]
+    pairs = [pair for pair in map(copied, run) if pair is not None]
     if len(pairs) < 2:
         return run
     touched = Counter(root for pair in pairs for root in {r for v in pair for r in roots.get(v, {v})})
     if any(touched[root] > 1 for x, _ in pairs for root in roots.get(x, {x})):
         return run
-    updated = {i.outs[o] for i in plan.instructions if isinstance(i, Launch) for o, _ in i.updates}
+    updated = {o for i in plan.instructions if isinstance(i, Launch) for o in i.written.values()}
     wanted = {r for i in plan.instructions for r in reads(i)} | {r.id for r in plan.outputs if isinstance(r, Ref)}
     kinds: dict[Any, list[int]] = {}
     for k, (x, new) in enumerate(pairs):
@@ -232,11 +239,17 @@ def _joined(run: Sequence[Instruction], plan: Plan, roots: Mapping[int, set[int]
     ]
 
 
-def _copied(i: Instruction) -> tuple[int, int] | None:
-    """The (target, source) of a copy into a tensor, or None."""
-    if isinstance(i, Call) and i.target == COPY and all(isinstance(a, Ref) for a in i.args[:2]):
-        return i.args[0].id, i.args[1].id
-    return None
+def copies_of_kernels(plan: Plan) -> set[int]:
+    """The ops of copies into what a kernel has written already, as copies of a tensor to itself."""
+    made = {out: x for i in plan.instructions if isinstance(i, Launch) for x, out in i.written.items()}
+    found = set()
+    for i in plan.instructions:
+        x, new = copied(i) or (None, None)
+        while new in made and new != x:
+            new = made[new]
+        if isinstance(i, Call) and i.op_id is not None and x is not None and new == x:
+            found.add(i.op_id)
+    return found
 
 
 def _alike(specs: Mapping[int, TensorSpec], x: int, new: int) -> bool:
@@ -316,10 +329,26 @@ def _computed(found: _Instructions, copy: Instruction, x: int, new: int) -> bool
     return True
 
 
+def _stored(found: _Instructions, copy: Instruction, x: int, new: int) -> bool:
+    """If a kernel computes `new` without `x`, make it there, after all other readers of `x`."""
+    launch = found.launch(new)
+    if launch is None or x in reads(launch) or new in launch.written.values():
+        return False
+    at, out = found.position(launch), launch.outs.index(new)
+    last = max([at, *(found.position(i) for i in found.readers(x) if i is not copy)])
+    if any(_hinders(i, launch) for i in found.between(at, last)):
+        return False
+    rest = tuple(p for p in launch.inplace if p[0] != out)
+    changed = replace(launch, inplace=rest, into=(*launch.into, (out, Ref(x))))
+    found.put(changed, launch)
+    found.move(changed, last)
+    return True
+
+
 def _hinders(i: Instruction, launch: Launch) -> bool:
     """Whether `launch`, which precedes `i`, cannot be moved behind it."""
     if set(reads(i)) & set(launch.outs):
         return True
     if isinstance(i, Launch):
-        return any(i.inputs[k] in launch.inputs for _, k in i.updates)
+        return not i.written.keys().isdisjoint(reads(launch))
     return not isinstance(i, Call) or any(True for _ in written_by(i))

@@ -94,7 +94,7 @@ class Launch:
     output tensors from `out_specs`. `inplace` are (output, input) positions that may share memory if the input dies here; the
     host chooses among them. `updates` are pairs that must share memory: the kernel changes that input in place (an output
     buffer with access "inout"), and the output is that same tensor afterwards. Such an input is a temporary that nothing else
-    reads.
+    reads. `into` are pairs of an output and a tensor in whose memory it is made, which the kernel does not read.
     """
 
     kernel: str
@@ -105,10 +105,17 @@ class Launch:
     inplace: tuple[tuple[int, int], ...] = ()
     updates: tuple[tuple[int, int], ...] = ()
     op_ids: tuple[int, ...] = ()
+    into: tuple[tuple[int, Ref], ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sizes", tuple(map(_size, self.sizes)))
         object.__setattr__(self, "scalars", tuple(x if isinstance(x, Ref) else _size(x) for x in self.scalars))
+
+    @property
+    def written(self) -> dict[int, int]:
+        """The tensors that the launch changes, each with the output that it then is."""
+        pairs = (*((o, self.inputs[k]) for o, k in self.updates), *self.into)
+        return {r.id: self.outs[o] for o, r in pairs}
 
     @property
     def located(self) -> set[int]:
@@ -174,7 +181,7 @@ def reads(i: Instruction) -> list[int]:
             _collect((v for _, v in i.kwargs), found)
             _collect((i.generator,), found)
         case Launch():
-            for given in (i.inputs, i.sizes, i.scalars):
+            for given in (i.inputs, i.sizes, i.scalars, i.into):
                 _collect(given, found)
         case CallPython():
             _collect(i.args, found)
@@ -184,3 +191,13 @@ def reads(i: Instruction) -> list[int]:
 def reads_content(i: Instruction) -> list[int]:
     """Ids of every value that the instruction reads more of than its sizes and its place in memory."""
     return [r.id for r in (*i.inputs, *i.scalars) if isinstance(r, Ref)] if isinstance(i, Launch) else reads(i)
+
+
+COPY = "aten::copy_.default"
+
+
+def copied(i: Instruction) -> tuple[int, int] | None:
+    """The (target, source) of a copy into a tensor, or None."""
+    if isinstance(i, Call) and i.target == COPY and all(isinstance(a, Ref) for a in i.args[:2]):
+        return i.args[0].id, i.args[1].id
+    return None

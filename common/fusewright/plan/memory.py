@@ -96,8 +96,7 @@ def _take_over(
 ) -> None:  # fmt: skip
     """Let an output reuse an input that dies here and is visible nowhere else."""
     taken: set[int] = set()
-    for out_position, in_position in i.updates:
-        out, source = i.outs[out_position], i.inputs[in_position].id
+    for source, out in i.written.items():
         placement.onto[out] = source
         kept[out] = base = kept.get(source, source)
         last[base] = max(last[base], last[out])
@@ -105,7 +104,7 @@ def _take_over(
     for out_position, in_position in i.inplace:
         out, source = i.outs[out_position], i.inputs[in_position].id
         base = kept.get(source, source)
-        if source not in fresh or roots[source] != {source} or last[base] != k or base in taken:
+        if not {source, base} <= fresh or roots[source] != {source} or last[base] != k or base in taken:
             continue
         readings = sum(source in roots.get(r, {r}) for r in reads(i))  # a view of it may be read at other elements
         if readings != 1 or out in kept or not _same(plan.specs[out], plan.specs[source]):

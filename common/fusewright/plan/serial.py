@@ -20,7 +20,7 @@ from fusewright.sizes.expr import Extent, SizeExpr
 from fusewright.sizes.serial import from_data as size_from_data
 from fusewright.sizes.serial import to_data as size_to_data
 
-FORMAT = 7
+FORMAT = 8
 """Incremented when the JSON changes; entries of other formats are cache misses."""
 
 

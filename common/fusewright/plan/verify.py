@@ -81,8 +81,8 @@ class Facts:
     @cached_property
     def updated(self) -> dict[int, int]:
         """Value -> what a kernel that changes it in place makes of it."""
-        launches = (i for i in self.instructions if isinstance(i, Launch))
-        return {i.inputs[r].id: i.outs[o] for i in launches for o, r in i.updates if o < len(i.outs) and r < len(i.inputs)}
+        launches = (i for i in self.instructions if isinstance(i, Launch) and _in_range(i))
+        return {x: out for i in launches for x, out in i.written.items()}
 
     @cached_property
     def wanted_memory(self) -> set[int]:
@@ -208,17 +208,24 @@ def _launch_problems(i: Launch, f: Facts) -> Iterator[str]:
     for x in i.sizes:
         if (why := _wrong_size(x, f.specs)) is not None:
             yield f"is given {x!r} as a size: {why}"
-    for what, pairs in (("inplace", i.inplace), ("updates", i.updates)):
-        if any(not (0 <= o < len(i.outs) and 0 <= r < len(i.inputs)) for o, r in pairs):
-            yield f"has {what} of arguments that it does not have"
-            return
-    for o, r in i.updates:
-        a, b = f.specs.get(i.outs[o]), f.specs.get(i.inputs[r].id)
+    if not _in_range(i):
+        yield "changes arguments that it does not have, or one twice"
+        return
+    for x, out in i.written.items():
+        a, b = f.specs.get(out), f.specs.get(x)
         if a is None or b is None or (a.shape, a.stride, a.dtype) != (b.shape, b.stride, b.dtype):
-            yield f"updates %{i.inputs[r].id} as %{i.outs[o]}, which is another kind of tensor"
+            yield f"updates %{x} as %{out}, which is another kind of tensor"
     kernel = f.kernels.get(i.kernel)
     if kernel is not None and hasattr(kernel, "buffers"):
         yield from _signature_problems(i, kernel, f.specs)
+
+
+def _in_range(i: Launch) -> bool:
+    """Whether the pairs of a launch are of arguments that it has, and it changes each of them once."""
+    outs, inputs = range(len(i.outs)), range(len(i.inputs))
+    if not all(o in outs and r in inputs for o, r in (*i.inplace, *i.updates)) or not all(o in outs for o, _ in i.into):
+        return False
+    return len(i.written) == len({*i.written.values()}) == len(i.updates) + len(i.into)
 
 
 def _wrong_size(x: Any, specs: Mapping[int, TensorSpec]) -> str | None:
@@ -256,17 +263,15 @@ def _signature_problems(i: Launch, kernel: Any, specs: Mapping[int, TensorSpec])
 
 def _updates(f: Facts) -> Iterator[str]:
     for k, i in enumerate(f.instructions):
-        if not isinstance(i, Launch):
+        if not isinstance(i, Launch) or not _in_range(i):  # `_launched` reports it
             continue
-        for o, r in i.updates:
-            if not (o < len(i.outs) and r < len(i.inputs)):
-                continue  # `_launched` reports it
-            x, out = i.inputs[r].id, i.outs[o]
+        apart = {r.id for _, r in i.into}
+        for x, out in i.written.items():
             memory = f.root(x)
             if memory & f.constant:
                 yield f"{_name(k, i)} writes over the constant %{x}"
-            if sum(bool(f.root(a.id) & memory) for a in i.inputs) > 1:
-                yield f"{_name(k, i)} writes over %{x}, which it reads twice"
+            if sum(bool(f.root(a.id) & memory) for a in i.inputs) > (x not in apart):
+                yield f"{_name(k, i)} writes over %{x}, which it reads beside that"
             for later in sorted({n for m in memory for n in f.readers.get(m, ()) if n > k}):
                 if not _copies_back(j := f.instructions[later], x, out, f):
                     yield f"{_name(later, j)} reads %{x} after {_name(k, i)} wrote over it"
@@ -404,7 +409,7 @@ class PlacementFacts:
 
 
 def _taken_over(p: PlacementFacts) -> Iterator[str]:
-    forced = {i.outs[o] for i in p.plan.instructions if isinstance(i, Launch) for o, _ in i.updates}
+    forced = {o for i in p.plan.instructions if isinstance(i, Launch) for o in i.written.values()}
     for out, source in p.placement.onto.items():
         if out in forced:
             continue  # rule "updates"

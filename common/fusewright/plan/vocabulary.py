@@ -222,6 +222,9 @@ def _instruction_problems(i: Instruction, plan: Plan, words: Words) -> Iterator[
             for pair in (*i.inplace, *i.updates):
                 if len(pair) != 2 or not all(_is_id(k) for k in pair):
                     yield f"{pair!r} are no positions"
+            for place in i.into:
+                if len(place) != 2 or not (_is_id(place[0]) and isinstance(place[1], Ref) and _is_id(place[1].id)):
+                    yield f"{place!r} are no position and value"
         case CallPython():
             yield f"{i.name} is no data"
 

@@ -8,6 +8,7 @@ from fusewright.errors import FallbackError, counted
 from fusewright.graph.origin import compiled_at, first_trace
 from fusewright.interface import YES, Fragment, TensorSpec, Verdict, Why
 from fusewright.partition.cost import work
+from fusewright.plan.inplace import copies_of_kernels
 from fusewright.report import OpRecord, publish, warn_once
 from fusewright.stages.compilation import Compilation
 
@@ -21,6 +22,7 @@ def account(c: Compilation) -> None:
     for _, result in c.compiled:
         notes.update(result.notes if isinstance(result, Fragment) else {})
     claimed = {op.id for region, _ in c.compiled for op in region.ops}
+    claimed |= copies_of_kernels(c.plan) if c.compiled else set()
     for op in c.index.ops.values():
         estimate, note = work(op), notes.get(op.id, "")
         where = "eager" if op.id not in claimed else "carried" if op.id in c.carried else "lowered"

@@ -228,3 +228,99 @@ def test_updates_of_many_inputs_are_found_in_linear_time() -> None:
     """An optimizer's step over hundreds of parameters took longer here than in the rest of our part of the compilation."""
     few, many = map(_step_of_an_optimizer, (20, 80))
     assert work(lambda: updated_in_place(many)) < 5 * work(lambda: updated_in_place(few))
+
+
+class Buffers(torch.nn.Module):
+    """What forward passes keep: means by `copy_`, which broadcasts and converts, a count, a codebook that a product reads first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(3, 6))
+        self.register_buffer("narrow", torch.zeros(6, dtype=torch.bfloat16))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("book", torch.randn(4, 6))
+        self.register_buffer("turned", torch.zeros(6, 3).t())
+        self.register_buffer("none", torch.zeros(0, 6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        near = x @ self.book.t() + self.book.sum(1)
+        self.mean.copy_(x.mean(0))
+        self.narrow.copy_(x[0] * 2)
+        self.count.copy_(x.isnan().sum())
+        self.book.copy_(x[:4] + 1)
+        self.turned.copy_(x[:3].sin())
+        self.none.copy_(x[:0] * 2)
+        return near.softmax(-1) @ x[:4] + self.mean.sum(0)
+
+
+def _of_buffers(dynamic: bool) -> tuple[str, list[int]]:
+    """The plan, and how often torch counts that the last call changed each buffer."""
+    torch.manual_seed(0)
+    torch.compiler.reset()
+    theirs = Buffers()
+    ours = copy.deepcopy(theirs)
+    options = {"cache": False, "never_slower": False}
+    compiled = torch.compile(ours, backend="x86_onednn", dynamic=dynamic, options=options)
+    with report.recording() as reports, torch.no_grad():
+        for rows in (5, 5, 7) if dynamic else (5, 5, 5):
+            x = torch.randn(rows, 6)
+            x[1, 2], x[2, 4] = torch.nan, torch.inf
+            versions = [b._version for b in ours.buffers()]
+            torch.testing.assert_close(compiled(x), theirs(x), equal_nan=True)
+            for mine, eager in zip(ours.buffers(), theirs.buffers(), strict=True):
+                torch.testing.assert_close(mine, eager, equal_nan=True)
+                assert mine.stride() == eager.stride()
+    assert not [r for graph in reports for r in graph.fallbacks if "copy_" in r.op and r.shape != "float32[0, 6]"]
+    return reports[0].texts["plan"], [b._version - v for b, v in zip(ours.buffers(), versions, strict=True)]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_kernels_write_buffers_that_they_do_not_read(dynamic: bool) -> None:
+    text, changes = _of_buffers(dynamic)
+    assert text.count("changed((") == len(changes) - 1, "all but the empty one"
+    assert min(changes) > 0
+
+
+def test_a_buffer_is_written_after_all_that_reads_it() -> None:
+    """Also where these are calls or kernels of the same memory; views of it are left alone."""
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+        found = [x.flip(0).sum(1), x @ x.t(), y.flip(1).cumsum(0)]
+        x.copy_(y.flip(0))
+        return [*found, x.sum(0), y + x]
+
+    text = plan_of(step, torch.randn(5, 6), torch.randn(5, 6))
+    assert "changed((" in text
+
+    def through_a_view(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+        part = x[1:3]
+        product = part @ part.t()
+        x.copy_(y.flip(0))
+        return [product, part + 1]
+
+    plan_of(through_a_view, torch.randn(5, 6), torch.randn(5, 6))
+
+
+def _copied_back(*between: Launch | Call) -> Plan:
+    """A plan whose kernel makes 3 of the input 2, which is copied to the input 1."""
+    spec = TensorSpec((2, 3), (3, 1), torch.float32, "cpu")
+    steps = [Launch("k", (Ref(2),), (3,)), *between, Call("aten::copy_.default", (Ref(1), Ref(3)), (9,))]
+    return Plan((1, 2), (Ref(4),) if between else (), steps, [], (), (), dict.fromkeys(range(10), spec), kernels={"k": 0})
+
+
+def test_a_kernel_moves_behind_readers_of_the_tensor_that_it_writes_or_leaves_it() -> None:
+    found = updated_in_place(_copied_back()).instructions
+    assert isinstance(found[0], Launch) and found[0].into == ((0, Ref(1)),)
+    later = updated_in_place(_copied_back(Launch("k", (Ref(1),), (4,)))).instructions
+    assert [i.outs for i in later] == [(4,), (3,), (9,)]
+    for between in (
+        Launch("k", (Ref(1), Ref(3)), (4,)),  # both contents at once
+        Call("aten::slice.Tensor", (Ref(1), 0, 0, 1), (4,)),  # a view
+        Call("aten::relu_.default", (Ref(3),), (4,)),
+        Call("aten::relu_.default", (Ref(1),), (4,)),
+    ):
+        plan = _copied_back(between)
+        assert updated_in_place(plan) is plan, between
+    twice = _copied_back(Launch("k", (Ref(2),), (4,)), Call("aten::copy_.default", (Ref(2), Ref(3)), (5,)))
+    written = [i.into for i in updated_in_place(replace(twice, outputs=())).instructions if isinstance(i, Launch) and i.into]
+    assert written in ([((0, Ref(1)),)], [((0, Ref(2)),)]), "in one place alone"

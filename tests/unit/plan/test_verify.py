@@ -332,6 +332,35 @@ def test_a_weight_is_not_written_over(update: Plan) -> None:
     assert any("writes over the constant" in p for p in find_problems(broken))
 
 
+def _written_into(*more: Call, into: tuple[tuple[int, Ref], ...] = ((0, Ref(1)),), const: bool = False) -> list[str]:
+    """The problems of a plan whose kernel makes 3 of the input 2, in the memory of the input 1."""
+    spec = TensorSpec((4,), (1,), torch.float32)
+    launch, back = Launch("k", (Ref(2),), (3,), into=into), Call("aten::copy_.default", (Ref(1), Ref(3)), (9,))
+    specs = {**dict.fromkeys((2, 3, 4, 9), spec), 1: replace(spec, const=const), 5: replace(spec, shape=(2,))}
+    return list(find_problems(Plan((1, 2, 5), (), [launch, *more, back], [], (), (), specs, kernels={"k": 0})))
+
+
+def test_what_a_kernel_makes_in_the_memory_of_another_tensor() -> None:
+    assert not _written_into()
+    assert not _written_into(Call("aten::sin.default", (Ref(3),), (4,)))
+    assert any("reads %1 after" in p for p in _written_into(Call("aten::sin.default", (Ref(1),), (4,))))
+    assert any("the constant %1" in p for p in _written_into(const=True))
+    assert any("writes over %2, which it reads" in p for p in _written_into(into=((0, Ref(2)),)))
+    assert any("another kind of tensor" in p for p in _written_into(into=((0, Ref(5)),)))
+    assert any("does not have" in p for p in _written_into(into=((1, Ref(1)),)))
+    assert any("or one twice" in p for p in _written_into(into=((0, Ref(1)), (0, Ref(2)))))
+
+
+def test_what_lies_in_the_memory_of_an_input_is_not_taken_over() -> None:
+    """Neither before the copy back nor after it, when nothing of the plan reads the input any more."""
+    spec = TensorSpec((4,), (1,), torch.float32)
+    back = Call("aten::copy_.default", (Ref(1), Ref(3)), (9,))
+    steps = [Launch("k", (Ref(2),), (3,), into=((0, Ref(1)),)), back, Launch("k", (Ref(3),), (4,), inplace=((0, 0),))]
+    plan = Plan((1, 2), (Ref(4),), steps, [], (), (), dict.fromkeys((1, 2, 3, 4, 9), spec), kernels={"k": 0})
+    assert place(plan).onto == {3: 1}
+    assert not list(placement_problems(plan, place(plan)))
+
+
 def test_two_values_that_live_at_once_do_not_share_a_slot(cross: Plan) -> None:
     good = place(cross)
     (a, b) = good.offset

@@ -226,6 +226,7 @@ HOSTILE: dict[str, Plan] = {
     "a dimension that is text": with_launch(sizes=(("size", Ref(1), "0]; import os; ["),)),
     "a number for a kernel that is an object": with_launch(scalars=(object(),)),
     "places that are none": with_launch(inplace=(("0", 0),)),
+    "a place that is no tensor": with_launch(into=((0, 1),)),
 }
 
 

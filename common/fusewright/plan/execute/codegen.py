@@ -22,7 +22,7 @@ from fusewright.plan.execute.frame import Frame, Frames, bits, entry, fail
 from fusewright.plan.execute.prepare import PreparedCache
 from fusewright.plan.execute.queued import queued
 from fusewright.plan.execute.views import is_view, is_whole, with_views
-from fusewright.plan.ir import Bound, Call, CallPython, Instruction, Launch, Ref, reads
+from fusewright.plan.ir import Bound, Call, CallPython, Instruction, Launch, Ref, copied, reads
 from fusewright.plan.labels import labeler
 from fusewright.plan.memory import Placement
 from fusewright.plan.seeds import on_host, seeds
@@ -145,6 +145,13 @@ class _Launches:
             made, f"if {fits}:", *(f"    {line}" for line in launch),
             f"else: {out}.copy_({text.removeprefix(f'{out} = ')})",
         ]  # fmt: skip
+
+    def changed(self, i: Call) -> int | None:
+        """The tensor that a kernel has changed already, if the call would copy it to itself."""
+        x, new = copied(i) or (None, None)
+        while new in self.placement.onto and new != x:
+            new = self.placement.onto[new]
+        return x if new == x else None
 
     def _type(self, dtype: Any) -> str:
         """A name for a type, which is read faster than `torch.int8`."""
@@ -347,6 +354,8 @@ def _instruction(i: Instruction, plan: Plan, names: Names, launches: _Launches, 
         return launches.lines(i, framed)
     if isinstance(i, CallPython):
         return [_call(i, names)]
+    if (x := launches.changed(i)) is not None:
+        return [f"v{i.outs[0]} = v{x}", f"changed((v{x},))"]
     return [_view(plan, i)] if is_view(i) else launches.of_call(i, _call(i, names), framed)
 
 
@@ -437,6 +446,7 @@ def load(
     names.space.update(frames=Frames(launches.frame()), fail=fail, empty_strided=torch.empty_strided)
     names.space.update(allocation=_allocation(launches.home), view=compat.view_of_memory, on_host=on_host, draw=draw)
     names.space.update(count_workers=plan.policy.workers, sized=sized, without_memory=without_memory, check=Check(plan))
+    names.space.update(changed=torch.autograd.graph.increment_version)
     names.space.update(observe=observe, limited=plan.policy.limit)
     names.space.update(profiling=compat.profiler_flag(), profiled=_profiled(plan, kernels or {}, checked, names.space))
     asking = text.replace(*_ASKS) if observe is None else text  # with `observe`, each instruction is reported anyway

@@ -62,8 +62,8 @@ def _given_away(plan: Plan) -> set[int]:
 
 def _updated(i: Instruction) -> Iterator[int]:
     """The results of a launch that are inputs which it changes, and these inputs."""
-    for out, given in i.updates if isinstance(i, Launch) else ():
-        yield from (i.outs[out], i.inputs[given].id)  # type: ignore[union-attr]
+    for given, out in i.written.items() if isinstance(i, Launch) else ():
+        yield from (out, given)
 
 
 def is_whole(i: Call, plan: Plan) -> bool:
