@@ -345,9 +345,9 @@ def replication_backward(grad: Any, x: Any, padding: Any) -> Any:
 
 def _folded(kind: str, grad: Any, x: Any, padding: Any, fold: Callable[[Any, int], tuple[Any, int]]) -> Any:
     """Add what `fold` makes of the padding in front and behind, with its distance from the edge; the operator itself for symbolic
-    sizes and for padding that cuts."""
+    padding and for one that cuts."""
     dims, g = len(padding) // 2, m.widened(grad)
-    if not all(isinstance(n, int) for n in (*x.shape[-dims:], *padding)) or min(padding) < 0:
+    if not all(isinstance(n, int) for n in padding) or min(padding) < 0:
         return getattr(torch.ops.aten, f"{kind}_pad{dims}d_backward")(grad, x, padding)
     for i in range(dims):
         (before, behind), d, n = padding[2 * i : 2 * i + 2], x.dim() - 1 - i, x.shape[x.dim() - 1 - i]

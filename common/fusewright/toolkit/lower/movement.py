@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from fusewright.interface import OpView, Value
+from fusewright.interface import OpView, Value, hint
 from fusewright.toolkit.ir import Index, Val
 from fusewright.toolkit.ir.extent import Extent
 from fusewright.toolkit.ir.types import TYPES, from_torch
 from fusewright.toolkit.lower import messages
-from fusewright.toolkit.lower.views import dim_of, insert, known_start, number, selected, signed, start_of
+from fusewright.toolkit.lower.views import dim_of, insert, known_start, number, selected, signed, start_of, traced
 from fusewright.toolkit.rules.evaluate import compute_dtype
 from fusewright.toolkit.rules.kinds import Evaluator, Map, Table
 from fusewright.toolkit.rules.space import At, Shape, dense_strides, product, shape_of
@@ -169,14 +169,14 @@ def _stack(e: Evaluator, op: OpView, k: int, at: At) -> Val:
 
 
 def _pad(e: Evaluator, op: OpView, k: int, at: At) -> Val:
-    x, pad = op.arg("self"), op.arg("pad")
+    x, pad = op.arg("self"), [number(p) for p in op.arg("pad")]
     shape, dims = shape_of(x.spec), list(at.dims)
     inside: Val | None = None
     for i in range(len(pad) // 2):
         d, left, right = len(shape) - 1 - i, pad[2 * i], pad[2 * i + 1]
         dims[d] = dims[d] - left
-        for wanted, test in ((left > 0, ">="), (right > 0, "<")):
-            if wanted:
+        for width, test in ((left, ">="), (right, "<")):
+            if not isinstance(width, int) or width > 0:
                 p = e.position(dims[d])
                 ok = p >= 0 if test == ">=" else p < _value(e, shape[d])
                 inside = ok if inside is None else e.b.op("and", inside, ok)
@@ -190,12 +190,13 @@ def _pad(e: Evaluator, op: OpView, k: int, at: At) -> Val:
 
 def _plain_pad(op: OpView) -> str | None:
     name = "pad" if "pad" in op.argnames else "padding"
-    return None if all(isinstance(p, int) for p in op.arg(name)) else "a symbolic pad"
+    known = (isinstance(p, int) or (isinstance(p, Value) and p.dim is not None) for p in op.arg(name))
+    return None if all(known) else "a pad that is only known at run time"
 
 
 def _edge_pad(clip: Callable[[Evaluator, Val, Extent], Val]) -> Callable[[Evaluator, OpView, int, At], Val]:
     def run(e: Evaluator, op: OpView, k: int, at: At) -> Val:
-        x, pad = op.arg("self"), op.arg("padding")
+        x, pad = op.arg("self"), [number(p) for p in op.arg("padding")]
         shape, dims = shape_of(x.spec), list(at.dims)
         for i in range(len(pad) // 2):
             d = len(shape) - 1 - i
@@ -318,7 +319,7 @@ def _select_scatter(e: Evaluator, op: OpView, k: int, at: At) -> Val:
 
 def _select_backward(e: Evaluator, op: OpView, k: int, at: At) -> Val:
     d = int(op.arg("dim")) % len(at.shape)
-    here = e.position(at.dims[d]).eq(op.arg("index") % at.shape[d])
+    here = e.position(at.dims[d]).eq(_value(e, selected(op, at.shape[d])))
     rest = [a for a in range(len(at.shape)) if a != d]
     with e.masked(here):
         g = e(op.arg("grad_output"), at.pick(rest))
@@ -334,23 +335,21 @@ def _slice_backward(e: Evaluator, op: OpView, k: int, at: At) -> Val:
     return e.b.where(inside, v, e.b.const(0, v.dtype))
 
 
-def _static_grad(op: OpView) -> str | None:
-    plain = [op.arg(n) for n in ("index", "start", "step") if n in op.argnames]
-    ok = all(isinstance(s, int) for s in op.arg("input_sizes")) and all(isinstance(p, int | None) for p in plain)
-    return None if ok else "a symbolic size"
-
-
 def _slice_grad(op: OpView) -> str | None:
-    """Only gradients of the slice's shape, as autograd passes them; eager broadcasts smaller ones."""
-    if why := _static_grad(op):
+    """Only gradients of the slice's shape, as autograd passes them; eager broadcasts smaller ones. Symbols: as traced."""
+    if why := _scattered_slice(op):
         return why
-    shape, sizes, end = op.arg("grad_output").spec.shape, list(op.arg("input_sizes")), op.arg("end")
+    shape, sizes = shape_of(op.arg("grad_output").spec), list(shape_of(op.out.spec))
     d = int(op.arg("dim")) % len(sizes)
-    if isinstance(end, int | None):
-        sizes[d] = len(range(sizes[d])[op.arg("start") : end : op.arg("step")])
-    elif len(shape) == len(sizes) and shape[d] != 1:
-        sizes[d] = shape[d]
-    return None if list(shape) == sizes else "a gradient of another shape than the slice's"
+    if len(shape) != len(sizes):
+        return OTHER_GRADIENT
+    start, end = (None if op.arg(n) is None else traced(op.arg(n)) for n in ("start", "end"))
+    length = len(range(hint(op.out.spec.shape[d]))[start : end : op.arg("step")])  # type: ignore[union-attr]
+    fits = hint(op.arg("grad_output").spec.shape[d]) == length and shape[:d] + shape[d + 1 :] == (*sizes[:d], *sizes[d + 1 :])
+    return None if fits else OTHER_GRADIENT
+
+
+OTHER_GRADIENT = "a gradient of another shape than the slice's"
 
 
 def _diagonal_scatter(e: Evaluator, op: OpView, k: int, at: At) -> Val:
@@ -509,8 +508,8 @@ TABLE: Table = {
         "slice_scatter": Map(_slice_scatter, _scattered_slice, cost=6, symbols=("start", "end")),
         "select_scatter": Map(_select_scatter, signed, cost=6, symbols=("index",)),
         "diagonal_scatter": Map(_diagonal_scatter, _plain_offset, cost=6),
-        "select_backward": Map(_select_backward, _static_grad, cost=6),
-        "slice_backward": Map(_slice_backward, _slice_grad, cost=6, symbols=("end",)),
+        "select_backward": Map(_select_backward, signed, cost=6, symbols=("index",)),
+        "slice_backward": Map(_slice_backward, _slice_grad, cost=6, symbols=("start", "end")),
         "pixel_shuffle": Map(_pixel_shuffle, _static_self, cost=4),
         "pixel_unshuffle": Map(_pixel_unshuffle, _static_self, cost=4),
         "glu": Map(_glu, cost=26),

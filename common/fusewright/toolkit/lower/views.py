@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fusewright.interface import Dim, OpView, Value, hint
+from fusewright.interface import Dim, OpView, Size, Value, hint
 from fusewright.sizes.expr import names
 from fusewright.toolkit.ir import Index
 from fusewright.toolkit.ir.extent import Extent
@@ -41,8 +41,7 @@ def _plain(*names: str) -> object:
 
 def start_of(op: OpView) -> Extent:
     """The start of a slice, clipped as in Python; for symbols, as tracing did, which guards it."""
-    start = op.arg("start")
-    size = op.arg("self").spec.shape[dim_of(op)] if "self" in op.argnames else op.arg("input_sizes")[_grad_dim(op)]
+    start, size = op.arg("start"), _sliced(op)
     if start is None:
         return 0
     if isinstance(start, int) and isinstance(size, int):
@@ -63,13 +62,16 @@ def _guarded(position: int | Value) -> bool:
     return isinstance(x, int) or not any(s.startswith("u") for s in names(x))
 
 
-def _grad_dim(op: OpView) -> int:
-    return int(op.arg("dim")) % len(op.arg("input_sizes"))
+def _sliced(op: OpView) -> Size:
+    """The size that a slice, or its gradient, is taken from."""
+    if "self" in op.argnames:
+        return op.arg("self").spec.shape[dim_of(op)]
+    return op.out.spec.shape[int(op.arg("dim")) % op.out.spec.rank]  # type: ignore[union-attr]
 
 
 def known_start(op: OpView) -> str | None:
     """Only slices whose step is known, and whose start is counted from a known end."""
-    start, size = op.arg("start") or 0, op.arg("self").spec.shape[dim_of(op)]
+    start, size = op.arg("start") or 0, _sliced(op)
     if not isinstance(op.arg("step"), int):
         return "the step of the slice is symbolic"
     if not _guarded(start):
