@@ -191,3 +191,37 @@ def test_bucketize_among_many(symbolic: bool, n: int) -> None:
     run, all_kernels = compiled(torch.bucketize, [x, bounds], symbolic)
     assert all_kernels
     assert same(run([x, bounds])[0], torch.bucketize(x, bounds))
+
+
+# (dims before the mask, dims of the mask, dims behind it, values): the dim of the hits is left out or of size 1
+PUT = [
+    ((), (4,), (3,), (3,)), ((), (4,), (3,), (1, 3)), ((), (4,), (3,), (1, 1)), ((2,), (4,), (), (2, 1)),
+    ((2,), (4,), (3,), (2, 1, 3)),
+    ((2,), (4,), (3,), (2, 1, 1)), ((2,), (4, 5), (3,), (3,)), ((2,), (4, 5), (3, 2), (1, 3, 1)), ((), (4,), (0,), (0,)),
+    ((), (4,), (3,), ()),
+]  # fmt: skip
+
+
+@SYMBOLIC
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool], ids=str)
+@pytest.mark.parametrize("case", PUT, ids=str)
+def test_values_that_all_hits_of_a_mask_share(symbolic: bool, dtype: torch.dtype, case: tuple[tuple[int, ...], ...]) -> None:
+    before, inner, behind, shape = case
+    x, new = values((*before, *inner, *behind), dtype, 1), values(shape, dtype, 2)
+    for accumulate in (False, True):
+        for hits in (values(inner, torch.int64, 3) > 1, torch.zeros(inner, dtype=torch.bool)):
+
+            def put(x: Tensor, mask: Tensor, new: Tensor, accumulate: bool = accumulate) -> Tensor:
+                return aten.index_put(x, [None] * len(before) + [mask], new, accumulate)
+
+            run, all_kernels = compiled(put, [x, hits, new], symbolic)
+            assert all_kernels or not x.numel()
+            assert same(run([x, hits, new])[0], put(x, hits, new))
+
+
+@SYMBOLIC
+def test_values_that_are_counted_off_hit_by_hit_are_left_to_eager(symbolic: bool) -> None:
+    x, mask, new = values((4, 3), torch.float32, 1), torch.tensor([True, False, True, True]), values((3, 3), torch.float32, 2)
+    run, all_kernels = compiled(lambda x, mask, new: aten.index_put(x, [mask], new), [x, mask, new], symbolic)
+    assert not all_kernels
+    assert same(run([x, mask, new])[0], aten.index_put(x, [mask], new))

@@ -269,12 +269,16 @@ def _stand_in(name: str, value: Any, symbol: int, device: str, sizing: Sizing) -
 
 
 def _small(name: str, t: torch.Tensor, sizing: Sizing) -> torch.Tensor:
-    """Make a small stand-in for a tensor. A 0-dim tensor may have any value, so it gets the maximum; an index must be valid."""
+    """Make a small stand-in for a tensor. A 0-dim tensor may have any value, so it gets the maximum; an index must be valid, and a
+    mask among indices selects as many elements as other stand-ins have in each dim."""
     value: Any = 0 if name in INDICES else 1
     if not t.dim() and name not in (*INDICES, *MASKS, "self"):
         value = (*_limits(t.dtype), 1)[1]
     with compat.real_tensors():
-        return torch.full(tuple(sizing(t)), value, dtype=t.dtype)
+        made = torch.full(tuple(sizing(t)), value, dtype=t.dtype)
+        if name == "indices" and t.dtype in (torch.bool, torch.uint8):
+            made.view(-1)[:2] = 1
+        return made
 
 
 def _described(value: Any) -> Any:

@@ -14,7 +14,7 @@ from fusewright.toolkit.ir.types import TYPES, DType, from_torch, to_torch
 from fusewright.toolkit.lower import messages
 from fusewright.toolkit.lower.movement import index_places, indexed, integer_indices, out_type
 from fusewright.toolkit.lower.pointwise import truth
-from fusewright.toolkit.lower.views import dim_of, number
+from fusewright.toolkit.lower.views import dim_of, insert, number
 from fusewright.toolkit.rules.kinds import (
     Accumulator,
     Address,
@@ -185,8 +185,9 @@ def _put_how(op: OpView) -> str:
 
 
 def _put_rules(op: OpView) -> tuple[Scatter | Map, ...]:
-    """A single value under a mask is a select per element; everything else is stored to computed positions."""
-    return (_MASKED_PUT,) if _mask_of(op) is not None and _one_value(op) else (_PUT,)
+    """Values that are the same for all hits of a mask are a select per element; everything else is stored to computed positions."""
+    d = _mask_of(op)
+    return (_MASKED_PUT,) if d is not None and (_one_value(op) or _same_for_hits(op, d)) else (_PUT,)
 
 
 def _mask_of(op: OpView) -> int | None:
@@ -202,12 +203,24 @@ def _one_value(op: OpView) -> bool:
     return all(n == 1 for n in op.arg("values").spec.shape)
 
 
+def _same_for_hits(op: OpView, d: int) -> bool:
+    """Whether values have no dim for the hits of a mask at `d`, or one of size 1: else values are counted off, hit by hit."""
+    behind, shape = op.arg("self").spec.rank - d - op.arg("indices")[d].spec.rank, op.arg("values").spec.shape
+    return len(shape) <= d + 1 + behind and (len(shape) <= behind or shape[len(shape) - 1 - behind] == 1)
+
+
 def _masked_put(e: Evaluator, op: OpView, k: int, at: At) -> Val:
     d = _mask_of(op)
     assert d is not None
     mask, t = op.arg("indices")[d], out_type(op)
-    hit = truth(e.b, e(mask, at.pick(range(d, d + mask.spec.rank))))
-    x, v = e(op.arg("self"), at, t), e(op.arg("values"), At((), ()).reshape(shape_of(op.arg("values").spec)), t)
+    inner = range(d, d + mask.spec.rank)
+    hit = truth(e.b, e(mask, at.pick(inner)))
+    if _one_value(op):
+        place = At((), ()).reshape(shape_of(op.arg("values").spec))
+    else:
+        rest = at.pick([i for i in range(len(at.dims)) if i not in inner])
+        place = insert(rest, d, 0, 1).broadcast(shape_of(op.arg("values").spec))
+    x, v = e(op.arg("self"), at, t), e(op.arg("values"), place, t)
     new = v if not op.arg("accumulate") else e.b.op("or", x, v) if t == "bool" else x + v
     return e.b.where(hit, new, x)
 
