@@ -29,6 +29,10 @@ def _fp32_rows(op: OpView) -> bool:
     return spec is not None and spec.dtype == torch.float32 and spec.stride[-1] == 1
 
 
+def _fp32(op: OpView) -> bool:
+    return op.out.spec is not None and op.out.spec.dtype == torch.float32
+
+
 def _not_zipped(op: OpView) -> bool:
     spec = op.out.spec
     zipped = op.op == "stack" and spec is not None and op.arg("dim") in (-1, spec.rank - 1)
@@ -56,6 +60,12 @@ EAGER: tuple[Condition, ...] = (
         "images in fp32 planes, resized", frozenset({"upsample_bilinear2d"}), least=LARGE, when=_fp32_rows, source=ZEN5,
         alone=lambda k: True,
         why="eager goes along rows, a kernel gathers each element: 64x56x56 to 112x112 0.79 ms, eager 0.50",
+    ),
+    Condition(
+        "places of fp32 images", frozenset({"grid_sampler_2d"}), least=LARGE, when=_fp32, alone=lambda k: True,
+        source="one thread of an AMD EPYC (AVX-512), 2026-11-30, docs/studies/cpu-models.md",
+        why="eager finds each place once for all channels, a kernel for each: 4x8x64x64 bilinear 0.34 ms, eager 0.22, nearest 0.22 "
+        "and 0.13; of halves and volumes a kernel is mostly faster",
     ),
     Condition(
         "gradients of max pooling", frozenset({"max_pool2d_backward"}), least=LARGE,

@@ -346,6 +346,19 @@ def test_planes_alone_are_resized_by_eager_on_a_cpu(policy: DevicePolicy, layout
     assert len(fuse(g.region([y]), Context({}, Device("cpu", "test")), policy=policy).kernels) == kernels
 
 
+@pytest.mark.parametrize(("policy", "dtype", "then", "kernels"), [
+    (CPU, torch.float32, False, 0), (CPU, torch.float32, True, 1), (CPU, torch.bfloat16, False, 1), (ANY, torch.float32, False, 1),
+])  # fmt: skip
+def test_places_of_fp32_images_alone_are_eagers_on_a_cpu(
+    policy: DevicePolicy, dtype: torch.dtype, then: bool, kernels: int
+) -> None:
+    g = Sketch()
+    x, grid = g.input(torch.randn(2, 8, 32, 32, dtype=dtype)), g.input(torch.rand(2, 64, 64, 2, dtype=dtype))
+    y = g.op("grid_sampler_2d", x, grid, 0, 0, False)
+    made = g.op("exp", y) if then else y
+    assert len(fuse(g.region([made]), Context({}, Device("cpu", "test")), policy=policy).kernels) == kernels
+
+
 @pytest.mark.parametrize(("policy", "layout", "kernels"), [
     (CPU, torch.contiguous_format, 1), (CPU, torch.channels_last, 0), (ANY, torch.channels_last, 1),
 ])  # fmt: skip
