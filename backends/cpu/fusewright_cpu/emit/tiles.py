@@ -16,14 +16,18 @@ MOST_COST = 100
 
 def tile_axis(kernel: Kernel, sizes: list[int], v: int, lanes: int, loaded: bool = False) -> tuple[int, int] | None:
     """Return the axis of the loads and stores that do not run along `v`, and their number; None where tiles do not apply. `loaded`:
-    only loads run along `v`, under any conditions, as the parts of a concatenation do."""
+    only loads run along `v`, under any conditions, as the parts of a concatenation do. (The parts of a stack do not: they are the
+    same for all of `v`.)"""
     if kernel.r or lanes < 4 or sizes[v] < lanes or sum(cost(n) for n in kernel.nodes()) > MOST_COST:
         return None
     nodes = list(kernel.nodes())
     stores = [n for n in nodes if n.op == "store"]
     if not all(_along(n, v) or across_store(kernel, n, v) is not None for n in stores):
         return None
-    if any(_along(n, v) for n in stores) is loaded or (loaded and not all(_loaded_along(n, v) for n in nodes if n.op == "load")):
+    if any(_along(n, v) for n in stores) is loaded:
+        return None
+    loads = [n for n in nodes if n.op == "load"]
+    if loaded and not (all(_loaded_along(n, v) for n in loads) and any(n.index.stride_of(v) for n in loads if n.index is not None)):
         return None
     axes = [a for n in nodes for a in (across(kernel, n, v), across_store(kernel, n, v)) if a is not None]
     if not 0 < len(axes) <= MOST_TRANSPOSED or len(set(axes)) > 1 or sizes[axes[0]] < lanes:

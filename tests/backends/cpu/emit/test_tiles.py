@@ -115,3 +115,25 @@ def test_parts_of_images_are_joined_in_planes(channels: int, points: tuple[int, 
     ours = torch.full((channels, whole), 7.0)
     compile_kernels([kernel]).launcher(kernel).checked([*given, ours])
     assert torch.equal(ours, torch.cat([x.t() for x in given], 1))
+
+
+@pytest.mark.parametrize("parts", [4, 8, 16])
+def test_parts_that_are_stacked_between_other_dims_are_no_tiles(parts: int) -> None:
+    """No load runs along the new axis: in tiles each element would be gathered, which took 2.5 times eager's time."""
+    rows, columns = 6, 40
+    b = Builder("stacked", p=[rows, parts, columns])
+    i, k, j = b.axes
+    total = None
+    for n in range(parts):
+        here = b.index_value(k).eq(n)
+        value = b.load(b.input(f"x{n}", "f32"), i * columns + j, here, 0)
+        total = value if total is None else b.where(here, value, total)
+    y = b.output("y", "f32")
+    b.store(y, (i * parts + k) * columns + j, total)
+    kernel = b.build()
+    how = choose(kernel, x86_target("avx512"))
+    assert (how.v, how.tile) == (2, None)
+    given = [torch.randn(rows, columns) for _ in range(parts)]
+    ours = torch.empty(rows, parts, columns)
+    compile_kernels([kernel]).launcher(kernel).checked([*given, ours])
+    assert torch.equal(ours, torch.stack(given, 1))
