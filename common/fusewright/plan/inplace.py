@@ -42,7 +42,7 @@ def updated_in_place(plan: Plan) -> Plan:
             continue
         if found.touch(*pair) == 1 and (_scattered(found, c, *pair, seen, plan.kernels) or _computed(found, c, *pair)):
             changed = True
-        elif not found.hidden(c, *pair):
+        elif found.only_copied(c, *pair):
             changed |= _stored(found, c, *pair)
     return replace(plan, instructions=found.in_order()) if changed else plan
 
@@ -85,11 +85,26 @@ class _Instructions:
         launches = [k for k, i in self._writers.get(x, {}).items() if isinstance(i, Launch)]
         return len({*calls, *launches, *self._writers.get(new, ())})
 
-    def hidden(self, copy: Instruction, x: int, new: int) -> bool:
-        """Whether anything but a copy of `new` to `x` writes one of them, or makes what may be a view of `x`."""
-        writers = {*self._writers.get(x, ()), *self._writers.get(new, ())}
-        views = (i for i in self.readers(x) if i is not copy and not isinstance(i, Launch) and x in shared_by(i))
-        return writers != {id(copy)} or any(True for _ in views)
+    def memory(self, value: int) -> set[int]:
+        """The values whose memory a value may share."""
+        return self._roots.get(value, {value})
+
+    def only_copied(self, copy: Instruction, x: int, new: int) -> bool:
+        """Whether nothing but a copy of `new` to `x` writes one of them."""
+        return {*self._writers.get(x, ()), *self._writers.get(new, ())} == {id(copy)}
+
+    def last_reader(self, x: int, copy: Instruction, default: int) -> int:
+        """The last position, not before `default`, at which anything but `copy` reads `x` or what may be a view of it."""
+        last, views, left = default, {x}, [x]
+        while left:
+            for i in self.readers(value := left.pop()):
+                if i is copy:
+                    continue
+                last = max(last, self.position(i))
+                more = set(i.outs) - views if not isinstance(i, Launch) and value in shared_by(i) else set()
+                views |= more
+                left += more
+        return last
 
     def before(self, x: int, last: Instruction, apart: Collection[Instruction]) -> bool:
         """Whether all that reads elements of `x`, or of views of it, but the instructions `apart`, precedes `last`."""
@@ -332,10 +347,10 @@ def _computed(found: _Instructions, copy: Instruction, x: int, new: int) -> bool
 def _stored(found: _Instructions, copy: Instruction, x: int, new: int) -> bool:
     """If a kernel computes `new` without `x`, make it there, after all other readers of `x`."""
     launch = found.launch(new)
-    if launch is None or x in reads(launch) or new in launch.written.values():
+    if launch is None or any(x in found.memory(r) for r in reads(launch)) or new in launch.written.values():
         return False
     at, out = found.position(launch), launch.outs.index(new)
-    last = max([at, *(found.position(i) for i in found.readers(x) if i is not copy)])
+    last = found.last_reader(x, copy, at)
     if any(_hinders(i, launch) for i in found.between(at, last)):
         return False
     rest = tuple(p for p in launch.inplace if p[0] != out)
