@@ -40,10 +40,10 @@ def updated_in_place(plan: Plan) -> Plan:
         pair = copied(c)
         if pair is None or pair[0] not in given or pair[1] in seen or not _alike(plan.specs, *pair):
             continue
-        if found.touch(*pair) == 1 and (_scattered(found, c, *pair, seen, plan.kernels) or _computed(found, c, *pair)):
+        if found.touch(*pair) == 1 and _scattered(found, c, *pair, seen, plan.kernels):
             changed = True
         elif found.only_copied(c, *pair):
-            changed |= _stored(found, c, *pair)
+            changed |= _computed(found, c, *pair) or _stored(found, c, *pair)
     return replace(plan, instructions=found.in_order()) if changed else plan
 
 
@@ -327,13 +327,13 @@ def copies(kernel: Any) -> bool:
 def _computed(found: _Instructions, copy: Instruction, x: int, new: int) -> bool:
     """If a kernel computes each element of `new` from the same element of `x`, make it overwrite `x`, after all other readers."""
     launch = found.launch(new)
-    if launch is None or launch.inputs.count(Ref(x)) != 1:
+    if launch is None or Ref(x) not in launch.inputs or sum(x in found.memory(r.id) for r in launch.inputs) != 1:
         return False
     pair = (launch.outs.index(new), launch.inputs.index(Ref(x)))
-    if pair not in launch.inplace or any(pair[0] == o or pair[1] == k for o, k in launch.updates):
+    if pair not in launch.inplace or new in launch.written.values() or x in launch.written:
         return False
     at = found.position(launch)
-    last = max([found.position(i) for i in found.readers(x) if i is not copy])
+    last = found.last_reader(x, copy, at)
     if last > at and any(_hinders(i, launch) for i in found.between(at, last)):
         return False
     rest = tuple(p for p in launch.inplace if p[0] != pair[0] and p[1] != pair[1])

@@ -329,3 +329,15 @@ def test_a_kernel_moves_behind_readers_of_the_tensor_that_it_writes_or_leaves_it
     twice = _copied_back(Launch("k", (Ref(2),), (4,)), Call("aten::copy_.default", (Ref(2), Ref(3)), (5,)))
     written = [i.into for i in updated_in_place(replace(twice, outputs=())).instructions if isinstance(i, Launch) and i.into]
     assert written in ([((0, Ref(1)),)], [((0, Ref(2)),)]), "in one place alone"
+
+
+def test_what_a_product_reads_first_is_written_over_by_the_kernel_that_computes_it_anew() -> None:
+    """As a codebook that follows its inputs: the product is a call, and reads a transpose."""
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+        found = [y @ x.t(), x.t() @ x]
+        x.copy_(x * 0.9 + y * 0.1)
+        return [*found, x.sum(0)]
+
+    text = plan_of(step, torch.randn(5, 6), torch.randn(5, 6))
+    assert "changed((" in text and "empty_strided((5, 6" not in text
