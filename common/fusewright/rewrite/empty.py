@@ -19,9 +19,20 @@ from fusewright.ops import Kind
 from fusewright.rewrite.engine import ANY, Env, Rewriter, Rule, p
 
 _PLAIN = (Kind.POINTWISE, Kind.REDUCTION, Kind.SCAN, Kind.CONTRACTION)
-_MOVES = (Kind.GATHER, Kind.SCATTER, Kind.COMPOSITE)
-"""Rows of these kinds may check indices even if they return nothing."""
-COMPUTES = tuple(name for name, row in ops.OPS.items() if row.kind in (*_PLAIN, *_MOVES))
+_CHECKED = ("conv", "int_mm", "topk")
+"""Of these kinds, rows whose sizes eager may refuse without an element to compute."""
+_MOVES = (
+    "cat", "stack", "constant_pad_nd", "flip", "repeat", "roll", "tril", "triu", "index_select", "gather", "index", "slice_scatter",
+    "select_scatter", "index_add", "index_copy", "scatter", "scatter_add", "slice_backward", "select_backward", "embedding",
+)  # fmt: skip
+"""Others that may check indices even if they return nothing, and nothing else. Images, for example, are refused without pixels."""
+_ROWS = (
+    "linear", "matmul", "softmax", "log_softmax", "layer_norm", "rms_norm", "gelu", "silu", "mish", "hardswish", "hardsigmoid",
+    "leaky_relu", "elu", "softplus", "log_sigmoid", "threshold", "glu", "nan_to_num", "xlogy",
+    "gelu_backward", "silu_backward", "mish_backward", "tanh_backward", "sigmoid_backward", "threshold_backward",
+    "softplus_backward", "softmax_backward", "log_softmax_backward",
+)  # fmt: skip
+COMPUTES = (*(n for n, row in ops.OPS.items() if row.kind in _PLAIN and n not in _CHECKED), *_MOVES, *_ROWS)
 
 ZEROS = ("slice_backward", "mm", "bmm", "sum")
 """Rows that are all zeros where their first operand is empty."""
@@ -69,7 +80,7 @@ def _result(r: Rewriter, node: Node, env: Env) -> Node | None:
     if not _empty(value_of(node)) or row is None or draws(node):
         return None
     tensors = [n for n in node.all_input_nodes if isinstance(value_of(n), torch.Tensor)]
-    if row.kind in _MOVES and any(map(_indexes, tensors)):
+    if row.name in _MOVES and any(map(_indexes, tensors)):
         return None
     return _fill(r, node, 0) if all(_droppable(n) for n in tensors if _empty(value_of(n))) else None
 
