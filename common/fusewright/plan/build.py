@@ -210,9 +210,8 @@ def _python_call(index: GraphIndex, node: Node) -> Instruction:
     if (found := stated(node)) is not None:
         generator = to_refs(index, found.generator)
         return _call(index, node, found.operator, found.args, found.kwargs, generator=generator)
-    module = {"_operator": "operator", "operator": "operator", "math": "math", "builtins": "builtins"}.get(
-        getattr(target, "__module__", ""), ""
-    )
+    module = getattr(target, "__module__", "")
+    module = {"_operator": "operator"}.get(module, module)
     name = f"py::{module}.{getattr(target, '__name__', '')}"
     if name in PYTHON and not node.kwargs:
         return Call(name, to_refs(index, node.args), outs)

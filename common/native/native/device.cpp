@@ -1,6 +1,7 @@
 #include "device.h"
 
 #include <cstring>
+#include <stdexcept>
 
 #include "tensor.h"
 
@@ -37,6 +38,15 @@ void DeviceLaunch::learn_sizes(std::vector<std::int64_t> sizes, bool wide, bool 
     sizes_.try_emplace(std::move(sizes), std::make_unique<Sizes>(Sizes{wide, even, std::move(programs), std::move(parts), bytes}));
 }
 
+void DeviceLaunch::learn_programs(std::vector<std::int64_t> most, std::vector<Programs> functions) {
+  for (const auto& [split, axes] : functions)
+    for (const auto& [size, block] : axes)
+      for (const auto& [coefficient, positions] : size)
+        for (std::size_t k : positions)
+          if (k >= most.size() || block < 1) throw std::out_of_range("no such size");
+  most_ = std::move(most), programs_ = std::move(functions);
+}
+
 void DeviceLaunch::learn_variant(std::int64_t device, bool wide, bool aligned, bool even, std::vector<Function> functions,
                                  std::string letters, std::uintptr_t after) {
   if (variants_.size() < MOST_VARIANTS)
@@ -50,8 +60,34 @@ const DeviceLaunch::Sizes* DeviceLaunch::sizes_of(PyObject* given) const {
     PyObject* size = PyTuple_GET_ITEM(given, k);
     if (!PyLong_CheckExact(size) || !integer_of(size, &values[k])) return nullptr;  // a `Number` is noted, by Python
   }
+  if (const Sizes* s = computed(values)) return s;
   auto found = sizes_.find(values);
   return found == sizes_.end() ? nullptr : found->second.get();
+}
+
+const DeviceLaunch::Sizes* DeviceLaunch::computed(const std::vector<std::int64_t>& sizes) const {
+  thread_local Sizes s{};
+  if (programs_.empty() || sizes.size() != most_.size()) return nullptr;
+  s.even = !sizes.empty();
+  for (std::size_t k = 0; k < sizes.size(); ++k) {
+    if (sizes[k] < 0 || sizes[k] > most_[k]) return nullptr;
+    s.even = s.even && sizes[k] % 16 == 0;
+  }
+  s.programs.clear();
+  for (const auto& [split, axes] : programs_) {
+    std::int64_t count = split;
+    for (const auto& [size, block] : axes) {
+      std::int64_t total = 0;
+      for (const auto& [coefficient, positions] : size) {
+        std::int64_t term = coefficient;
+        for (std::size_t k : positions) term *= sizes[k];
+        total += term;
+      }
+      count *= (total + block - 1) / block;
+    }
+    s.programs.push_back(static_cast<unsigned>(count));
+  }
+  return &s;
 }
 
 const DeviceLaunch::Variant* DeviceLaunch::variant_of(std::int64_t device, const Sizes& s, bool aligned) const {

@@ -113,6 +113,9 @@ PYBIND11_MODULE(_core, m) {
                              std::vector<unsigned> programs, std::vector<std::int64_t> parts, std::int64_t bytes) {
         d.body().learn_sizes(std::move(sizes), wide, even, std::move(programs), std::move(parts), bytes);
       })
+      .def("learn_programs", [](Device& d, std::vector<std::int64_t> most, std::vector<Programs> functions) {
+        d.body().learn_programs(std::move(most), std::move(functions));
+      })
       .def("learn_variant", [](Device& d, std::int64_t device, bool wide, bool aligned, bool even,
                                std::vector<Function> functions, std::string letters, std::uintptr_t after) {
         d.body().learn_variant(device, wide, aligned, even, std::move(functions), std::move(letters), after);

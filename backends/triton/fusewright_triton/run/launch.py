@@ -16,10 +16,11 @@ from fusewright import machine
 from fusewright.errors import without_memory
 from fusewright.interface import HOST, Number
 from fusewright.plan import native
+from fusewright.sizes.expr import terms_of
 from fusewright.toolkit.ir.extent import evaluate
 from fusewright.toolkit.ir.ir import Kernel
 from fusewright.toolkit.ir.types import TYPES
-from fusewright.toolkit.rules.offsets import depends, offsets_bound, only_added
+from fusewright.toolkit.rules.offsets import depends, grow, offsets_bound, only_added
 from fusewright_triton.build.binaries import Built, Variant
 from fusewright_triton.emit.schedule import WIDE
 from fusewright_triton.emit.values import INDEX_ERROR, ZERO_DIVISION
@@ -30,6 +31,8 @@ from fusewright_triton.target import Target
 PART_ALIGNMENT = 256
 MOST_SIZES = 4096
 """The most sets of sizes that a launcher remembers."""
+FACTORS = 1 << 16, 1 << 12, 1 << 8, 16, 4, 2
+"""How many times as large as the first sizes those may be that the native launcher computes programs for."""
 BITS = 31, 24, 20, 16
 """Of the largest numbers that a recorded launch may be given with offsets of 32 bits, in order of preference."""
 MOST_NUMBERS = 4
@@ -219,6 +222,21 @@ class GpuLauncher:
         programs = tuple(f.programs(sizes) for f in source.functions)
         return _Sizes(wide, even, programs, tuple(offsets), total)
 
+    def _teach_programs(self, sizes: tuple[int, ...]) -> None:
+        """Let the native launcher compute what sizes determine, for all up to some multiple of these."""
+        if not sizes or not grow(self.kernel):
+            return
+        source = self._variant(Variant(False, True, self._sizes[sizes].even)).source
+        if source.workspace:
+            return
+        for factor in FACTORS:
+            most = [factor * max(s, 1) for s in sizes]
+            if offsets_bound(self.kernel, most, [1] * len(sizes)) < WIDE:
+                grids = [(f.split, [(list(terms_of(size)), block) for size, block in f.grid]) for f in source.functions]
+                told = [(split, [([(c, m) for m, c in terms], block) for terms, block in grid]) for split, grid in grids]
+                self._native.learn_programs(most, told)  # type: ignore[union-attr]
+                return
+
     def _teach_sizes(self, sizes: tuple[int, ...], found: _Sizes) -> None:
         if self._native is not None:
             self._native.learn_sizes(sizes, found.wide, found.even, found.programs, found.parts, found.workspace)
@@ -233,6 +251,8 @@ class GpuLauncher:
             self._fast = self._native.launch
             for sizes, found in self._sizes.items():
                 self._teach_sizes(sizes, found)
+            if not variant.wide:
+                self._teach_programs(next((sizes for sizes, found in self._sizes.items() if not found.wide), ()))
         functions = [(handle, threads, shared) for handle, threads, shared, _ in bound.functions]
         self._native.learn_variant(device, *variant, functions, letters, errors().address if reports else 0)
 

@@ -5,21 +5,31 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 
 from fusewright.sizes.expr import atoms, leaves, symbol, terms_of
-from fusewright.toolkit.ir.extent import Extent, evaluate, product
+from fusewright.toolkit.ir.extent import Extent, evaluate, nonnegative, product
 from fusewright.toolkit.ir.index import Index
 from fusewright.toolkit.ir.ir import Kernel
 
 
-def offsets_bound(kernel: Kernel, sizes: Sequence[int]) -> int:
-    """An upper bound on the magnitude of the kernel's indices."""
+def offsets_bound(kernel: Kernel, sizes: Sequence[int], least: Sequence[int] | None = None) -> int:
+    """An upper bound on the magnitude of the kernel's indices; with `least` sizes, for all from those on, if what indices are made
+    of does `grow`."""
+    smallest = sizes if least is None else least
     axes = [evaluate(s, sizes) for s in kernel.sizes]
     n_p = len(kernel.p)
     top = max(_points(axes[:n_p]), _points(axes[n_p:]))
     bounds = {n.id: evaluate(n.extent, sizes) for n in kernel.nodes() if n.op == "bound" and n.extent is not None}
     for n in kernel.nodes():
         if n.index is not None:
-            top = max(top, *_reach(n.index, axes, bounds, sizes))
+            top = max(top, *_reach(n.index, axes, bounds, sizes, smallest))
     return top
+
+
+def grow(kernel: Kernel) -> bool:
+    """Whether all sizes in a kernel grow with its symbols."""
+    indices = [n.index for n in kernel.nodes() if n.index is not None]
+    sizes = [e for ix in indices for e in (ix.offset, *_factors(ix), *(d.offset for d in ix.divmods))]
+    extents = [n.extent for n in kernel.nodes() if n.op == "bound" and n.extent is not None]
+    return all(map(nonnegative, (*kernel.sizes, *sizes, *extents)))
 
 
 def only_added(kernel: Kernel, symbols: Collection[int]) -> bool:
@@ -50,7 +60,9 @@ def _factors(ix: Index) -> Iterator[Extent]:
     yield from (i.stride for i in ix.indirect)
 
 
-def _reach(ix: Index, axes: list[int], bounds: dict[int, int], sizes: Sequence[int]) -> tuple[int, int]:
+def _reach(
+    ix: Index, axes: list[int], bounds: dict[int, int], sizes: Sequence[int], least: Sequence[int]
+) -> tuple[int, int]:
     """Bounds of an index and of the dividends in it."""
 
     def term(stride: Extent, reach: int) -> int:
@@ -60,7 +72,7 @@ def _reach(ix: Index, axes: list[int], bounds: dict[int, int], sizes: Sequence[i
     for d in ix.divmods:
         inner = abs(evaluate(d.offset, sizes)) + sum(term(c, axes[a] - 1) for a, c in d.coefs)
         inside = max(inside, inner)
-        total += term(d.stride, inner // max(1, evaluate(d.div, sizes)))
+        total += term(d.stride, inner // max(1, evaluate(d.div, least)))
     total += sum(term(i.stride, bounds.get(i.value, 0)) for i in ix.indirect)
     return total, inside
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from fusewright import _torch_compat, machine
 from fusewright.errors import FreedStorageError
@@ -133,10 +135,51 @@ def test_what_was_launched_once_is_launched_by_address(recorder: Recorder) -> No
         run(tensors, (rows,), (alpha,))
         want = [*(t.data_ptr() for t in tensors), alpha, rows, 0]
         assert recorder.launches.pop() == (1, -(-rows // 128), 128, 64, 77, want)
-        assert recorder.by_address == (by_native and (0, 1, 1, 1, 2)[at]), "other sizes and alignments are learned first"
+        assert recorder.by_address == (by_native and (0, 1, 2, 2, 3)[at]), "code for other alignments is learned first"
     run((torch.empty(0), torch.empty(0)), (0,), (0.1,))
     run((torch.empty(0), torch.empty(0)), (0,), (0.1,))
     assert not recorder.launches, "nothing to do"
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(first=st.tuples(*[st.integers(16, 70)] * 2), sizes=st.lists(st.tuples(*[st.integers(0, 3000)] * 2), max_size=8))
+def test_how_many_programs_run_is_computed_for_any_sizes(
+    recorder: Recorder, first: tuple[int, int], sizes: list[tuple[int, int]]
+) -> None:
+    """Rows that are read with gaps; code is learned by the first calls of each kind."""
+    m, n = symbol("m"), symbol("n")
+    b = Builder("join", p=[m + 2 * n, n], symbols={"m": 30, "n": 40})
+    x, out = b.input("x", "f32"), b.output("out", "f32")
+    i, j = b.axes
+    b.store(out, i * n + j, b.load(x, i * (2 * n) + j))
+    run = launcher(b.build(), Config((Tile((1,), 32),), 0, False, 1, 4))
+    recorder.types, recorder.launches = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int32, ctypes.c_int32, ctypes.c_uint64], []
+    data = torch.empty(4), torch.empty(4)
+    for pair in (first, (16, 32), (17, 32)):
+        run(data, pair, ())
+    recorder.launches.clear()
+    recorder.by_address = 0
+    for pair in sizes:
+        run(data, pair, ())
+        programs = (pair[0] + 2 * pair[1]) * -(-pair[1] // 32)
+        assert [(gx, values[2:4]) for _, gx, *_, values in recorder.launches] == [(programs, list(pair))] * bool(programs)
+        recorder.launches.clear()
+    launched = sum(pair[1] > 0 for pair in sizes)
+    assert recorder.by_address == (launched if native.extension() is not None else 0)
+
+
+def test_what_indices_are_subtracted_from_is_left_to_python(recorder: Recorder) -> None:
+    """A bound at large sizes says nothing of smaller ones then."""
+    n = symbol("n")
+    b = Builder("flip", p=[n], symbols={"n": 1000})
+    x, out = b.input("x", "f32"), b.output("out", "f32")
+    (i,) = b.axes
+    b.store(out, i, b.load(x, i * -1 + (n - 1)))
+    run = launcher(b.build(), Config((Tile((0,), 128),), 0, False, 1, 4))
+    recorder.types = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int32, ctypes.c_uint64]
+    for rows in (1001, 1003, 1003):
+        run((torch.empty(4), torch.empty(4)), (rows,), ())
+    assert recorder.by_address == (native.extension() is not None)
 
 
 def test_every_position_of_a_long_sequence_is_learned(recorder: Recorder) -> None:
