@@ -285,7 +285,7 @@ _loaded: dict[tuple[int, Order], int] = {}
 
 
 def _bind(order: Order, args: Sequence[Argument], target: Target, device: int) -> Bound:
-    """Bind arguments with the code loaded for the current device. Loading is not possible while a stream is being captured."""
+    """Bind arguments with the code loaded for the current device."""
     code, d = library(target).code(order), driver(target.triton)
     if (device, order) not in _loaded:
         _loaded[device, order] = d.load(code.code, code.name, code.shared)

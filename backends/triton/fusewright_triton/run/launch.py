@@ -232,8 +232,8 @@ class GpuLauncher:
         for factor in FACTORS:
             most = [factor * max(s, 1) for s in sizes]
             if offsets_bound(self.kernel, most, [1] * len(sizes)) < WIDE:
-                grids = [(f.split, [(list(terms_of(size)), block) for size, block in f.grid]) for f in source.functions]
-                told = [(split, [([(c, m) for m, c in terms], block) for terms, block in grid]) for split, grid in grids]
+                axes = ([([(c, m) for m, c in terms_of(size)], block) for size, block in f.grid] for f in source.functions)
+                told = [(f.split, grid) for f, grid in zip(source.functions, axes, strict=True)]
                 self._native.learn_programs(most, told)  # type: ignore[union-attr]
                 return
 
