@@ -16,8 +16,7 @@ from fusewright import machine
 from fusewright.errors import without_memory
 from fusewright.interface import HOST, Number
 from fusewright.plan import native
-from fusewright.sizes.expr import terms_of
-from fusewright.toolkit.ir.extent import evaluate
+from fusewright.toolkit.ir.extent import evaluate, terms_of
 from fusewright.toolkit.ir.ir import Kernel
 from fusewright.toolkit.ir.types import TYPES
 from fusewright.toolkit.rules.offsets import depends, grow, offsets_bound, only_added

@@ -24,7 +24,7 @@ from fusewright.sizes.expr import (
 
 __all__ = [
     "Atom", "Extent", "SizeExpr", "apply", "atoms", "distinct", "divide", "evaluate", "nonnegative", "product", "rename",
-    "substitute", "symbol",
+    "substitute", "symbol", "terms_of",
 ]  # fmt: skip
 
 
