@@ -207,9 +207,10 @@ def attention_varying(
 
 @contextlib.contextmanager
 def without_plans() -> Iterator[None]:
-    """Let torch choose among its kernels but cuDNN's in this context."""
-    chosen = torch.backends.cuda.cudnn_sdp_enabled()
-    torch.backends.cuda.enable_cudnn_sdp(False)
+    """Let torch choose among its kernels but cuDNN's in this context, if it may choose another fused one."""
+    cuda = torch.backends.cuda
+    chosen = cuda.cudnn_sdp_enabled()
+    cuda.enable_cudnn_sdp(chosen and not (cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled()))
     try:
         yield
     finally:

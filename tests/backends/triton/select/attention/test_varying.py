@@ -65,6 +65,14 @@ def test_a_length_that_comes_often_may_be_planned_for(monkeypatch: pytest.Monkey
     assert chosen == [False, False, False, True] and torch.backends.cuda.cudnn_sdp_enabled()
 
 
+def test_who_asks_for_cudnn_alone_gets_it() -> None:
+    with torch.nn.attention.sdpa_kernel([torch.nn.attention.SDPBackend.CUDNN_ATTENTION]), attention_ops.without_plans():
+        assert torch.backends.cuda.cudnn_sdp_enabled()
+    with attention_ops.without_plans():
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3)])
 def test_results_lie_in_the_order_of_the_graph(order: tuple[int, ...]) -> None:
     q, k, v = qkv(2, 4, 4, 5, 9, 16, BF16)
