@@ -103,6 +103,16 @@ def launcher(kernel: Kernel, config: Config, asked: list[Variant] | None = None)
     return GpuLauncher(kernel, H100, variant)
 
 
+def copying() -> GpuLauncher:
+    """Return a launcher of a kernel that copies bytes."""
+    n = symbol("n")
+    b = Builder("copy", p=[n], symbols={"n": 1024})
+    x, out = b.input("x", "i8"), b.output("out", "i8")
+    (i,) = b.axes
+    b.store(out, i, b.load(x, i))
+    return launcher(b.build(), Config((Tile((0,), 128),), 0, False, 1, 4))
+
+
 def test_addresses_scalars_and_sizes_go_in_order(recorder: Recorder) -> None:
     n = symbol("n")
     b = Builder("scale", p=[n], symbols={"n": 1000})
@@ -238,24 +248,14 @@ def test_a_number_that_programs_depend_on_is_not_for_a_recording(recorder: Recor
     noted: list[Any] = []
     monkeypatch.setattr(graph_kernels, "note", lambda numbers, most: noted.append(most))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    n = symbol("n")
-    b = Builder("copy", p=[n], symbols={"n": 1024})
-    x, out = b.input("x", "i8"), b.output("out", "i8")
-    (i,) = b.axes
-    b.store(out, i, b.load(x, i))
-    run = launcher(b.build(), Config((Tile((0,), 128),), 0, False, 1, 4))
+    run = copying()
     recorder.types = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int32, ctypes.c_uint64]
     run((torch.empty(100, dtype=torch.int8), torch.empty(100, dtype=torch.int8)), (Number(100),), ())
     assert noted == [-1]
 
 
 def test_a_launch_by_address_that_is_refused_goes_on_in_python(recorder: Recorder) -> None:
-    n = symbol("n")
-    b = Builder("copy", p=[n], symbols={"n": 1024})
-    x, out = b.input("x", "i8"), b.output("out", "i8")
-    (i,) = b.axes
-    b.store(out, i, b.load(x, i))
-    run = launcher(b.build(), Config((Tile((0,), 128),), 0, False, 1, 4))
+    run = copying()
     data = (torch.zeros(256, dtype=torch.int8),) * 2
     run(data, (256,))
     recorder.result = 1
