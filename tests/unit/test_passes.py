@@ -186,7 +186,7 @@ EXAMPLES: dict[str, Callable[[], tuple[Any, ...]]] = {
     "split_columns": lambda: (norm(),),
     "split_scan": lambda: (counted(),),
     "division for replay": lambda: (divided(), {}, "cuda"),
-    "pieces between collectives": lambda: (divided(), {}),
+    "pieces of a recording": lambda: (divided(), {}),
 }
 """Arguments for passes that verify themselves; the others run when a model is compiled."""
 

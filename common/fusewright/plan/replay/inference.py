@@ -17,6 +17,7 @@ recorded in pieces (`pieces`), whatever their time: other processes cannot know 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
@@ -53,6 +54,7 @@ from fusewright.plan.replay.obstacles import (
     written_inputs,
 )
 from fusewright.plan.replay.pieces import Pieces, communicating, no_pieces
+from fusewright.plan.replay.piecewise import Piecewise, called
 from fusewright.plan.replay.recording import Recorded, shown
 from fusewright.plan.verify import PLAN
 
@@ -144,6 +146,19 @@ def divide(plan: Plan, device: str) -> Parts:
     return Parts(head, tail, kept, copied, fixed, numbers, late_places, early, tail_places, tail_rest, may_write)
 
 
+def whole(plan: Plan, called: Set[int]) -> Parts:
+    """A plan of which the instructions at the positions `called` are called and others recorded: `Parts` with nothing behind."""
+    read = {r for k, i in enumerate(plan.instructions) if k not in called for r in reads(i)}
+    written, passed = written_inputs(plan), passed_on(plan)
+    tensors = [(k, v) for k, v in enumerate(plan.inputs) if v in read and v in plan.specs]
+    fixed = tuple(k for k, v in tensors if plan.specs[v].const or v in written)
+    results = tuple(r.id for k, r in enumerate(plan.outputs) if isinstance(r, Ref) and k not in passed)
+    given = (*plan.inputs, *plan.prepare_outputs)
+    outputs = tuple(map(Ref, results))
+    head = replace(plan, prepare=[], prepare_inputs=(), prepare_outputs=(), inputs=given, outputs=outputs)
+    return Parts(head, None, (), (), fixed, (), {}, results, (), (), False)
+
+
 DIVIDE = Pass(
     "division for replay",
     "plan",
@@ -213,13 +228,18 @@ class Replayed(Recorded[_Recording]):
     shares = True
 
     def __init__(
-        self, plan: Plan, kernels: Mapping[str, KernelCode], run: Run, recorder: Recorder, tell: Callable[[str], None]
-    ) -> None:
+        self, plan: Plan, kernels: Mapping[str, KernelCode], run: Run, recorder: Recorder, tell: Callable[[str], None],
+        called: frozenset[int] = frozenset(),
+    ) -> None:  # fmt: skip
+        """`called`: positions of instructions that cannot be recorded."""
         super().__init__(run, recorder, plan_device(plan, recorder.device_type), tell)
-        self.plan, self.parts = plan, DIVIDE(plan, {h: code.kernel for h, code in kernels.items()}, recorder.device_type)
-        self.cache = codegen.prepared_of(run)
+        self.plan, self.cache = plan, codegen.prepared_of(run)
+        known = {h: code.kernel for h, code in kernels.items()}
+        self.parts = whole(plan, called) if called else DIVIDE(plan, known, recorder.device_type)
         self._pieces = Pieces(self.parts.head, kernels) if communicating(plan) else None
-        self._head = codegen.load(self.parts.head, kernels) if self._pieces is None else run
+        self._called = len(called)
+        self._piecewise = functools.cache(lambda: Piecewise(self.parts.head, kernels, called)) if called else None
+        self._head = codegen.load(self.parts.head, kernels) if self._pieces is None and not called else run
         self._tail = codegen.load(self.parts.tail, kernels) if self.parts.tail else None
         self._fixed = picker(self.parts.fixed)
         self._passed = passed_on(plan)
@@ -228,7 +248,7 @@ class Replayed(Recorded[_Recording]):
         self._prepare_inputs = picker(self._weights)
         self._draws = draws(self.parts.head)
         self._once = bool(written_inputs(plan)) or any(map(says_it_draws, self.parts.head.instructions))
-        self._loaded = not self._once or self._pieces is not None
+        self._loaded = not (self._once or called) or self._pieces is not None
         self._recordings: dict[tuple[Hashable, ...], _Recording] = {}
         self._last: _Recording | None = None
         self._unused = 0
@@ -305,7 +325,8 @@ class Replayed(Recorded[_Recording]):
             return None
         self._recordings[key] = made
         part = self.plan if made.rest is None else self.parts.head
-        self.tell(f"replayed, {len(part.instructions)} of {len(self.plan.instructions)} instructions")
+        count = len(part.instructions) - self._called
+        self.tell(f"replayed, {count} of {len(self.plan.instructions)} instructions")
         return made
 
     def _worse(self, made: _Recording, args: list[Any]) -> str:
@@ -334,7 +355,7 @@ class Replayed(Recorded[_Recording]):
             given, by_id = [*copy_in.given(args), *constants], dict(zip(self.plan.prepare_outputs, constants, strict=True))
 
             call, written = self._recorded_call(copy_in, given, by_id)
-        if self._once and any(mismatch(by_id[v], self.plan.specs[v]) for v in self.parts.early):
+        if self._once and any(mismatch(by_id[v], self.plan.specs[v]) for v in self.parts.early if v in by_id):
             raise RuntimeError(OTHER_TENSORS)
         rest = None if written else [by_id[v] for v in self.parts.tail_rest]
         weights = self._weights if prepared is not None else ()
@@ -359,6 +380,9 @@ class Replayed(Recorded[_Recording]):
             made: Sequence[torch.Tensor] = self._tail([*[given[k] for k in places], *[by_id[v] for v in rest]])
             return made
 
+        if self._piecewise is not None:
+            constants = range(len(self.plan.inputs), len(given))
+            return self._in_pieces(self._piecewise().record(self.recorder, given, {*self.parts.fixed, *constants})), False
         warm = not self._once  # a warm-up runs the head, so skip it if that would write into inputs or draw
         if self._pieces is not None:
             kept, replay = self._pieces.record(self.recorder, given, shared=True)
@@ -369,6 +393,13 @@ class Replayed(Recorded[_Recording]):
                 return call, True
         made = record_with_copies(self.recorder, head, copy_in, returned, warm=warm, shared=True, draws=self._draws)
         return made[1], False
+
+    def _in_pieces(self, replay: Call) -> Call:
+        def call(args: list[Any]) -> Sequence[torch.Tensor] | None:
+            with self.on_device():  # on another, pieces are not replayed
+                return replay(args)
+
+        return call
 
     def _give_up(self, why: str) -> None:
         super()._give_up(why)
@@ -390,7 +421,8 @@ def replayed(
     if recorder is None:
         return run
     why = obstacle(plan, recorder.device_type, numbers=takes_numbers(recorder)) or no_pieces(plan, recorder)
-    if why is not None:
+    apart = called(plan, recorder) if why is not None else frozenset()
+    if apart is None:
         tell(f"not replayed: {why}")
         return run
-    return Replayed(plan, kernels, run, recorder, tell)
+    return Replayed(plan, kernels, run, recorder, tell, apart)

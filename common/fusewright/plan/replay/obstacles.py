@@ -45,7 +45,7 @@ def obstacle(plan: Plan, device: str, training: bool = False, numbers: bool = Fa
     scalars = {i for i in used.intersection(plan.inputs) - given if i in plan.scalars or i not in plan.specs}
     if scalars and not (numbers and not given and only_launched(plan, instructions, scalars)):
         return "an input is a number"
-    if any(map(_names_sizes, instructions)):
+    if any(map(names_sizes, instructions)):
         return "sizes are symbolic"
     if (pending := _pending(plan)) is not None:
         return f"what {pending} returns is read before anybody waits for it"
@@ -56,20 +56,17 @@ def obstacle(plan: Plan, device: str, training: bool = False, numbers: bool = Fa
         return "sizes are symbolic"
     roots = roots_of(plan.instructions)
     for i in instructions:
-        why = _misplaced(i, plan, roots)
-        if why is None and not communicates(i):  # a collective is called, never recorded
-            why = _unrecordable(i, plan.specs)
-        if why is not None:
+        if (why := unrecordable(i, plan, roots)) is not None:
             return why
     unknown = sorted(r.id for r in plan.outputs if isinstance(r, Ref) and r.id in made and r.id not in plan.specs)
     if unknown:
         return f"it is not known what value {unknown[0]}, a result, is"
     touched = {v for i in instructions for v in (*reads(i), *i.outs)}
     read = touched - host_scalars(plan)
-    elsewhere = sorted({plan.specs[v].device for v in read if v in plan.specs} - _devices(plan, device))
+    elsewhere = sorted({plan.specs[v].device for v in read if v in plan.specs} - devices(plan, device))
     if elsewhere:
         return f"a tensor is on {elsewhere[0]}"
-    return None if training else _result_obstacle(plan)
+    return None if training else result_obstacle(plan)
 
 
 def only_launched(plan: Plan, instructions: Iterable[Instruction], scalars: Set[int]) -> bool:
@@ -83,7 +80,7 @@ def only_launched(plan: Plan, instructions: Iterable[Instruction], scalars: Set[
     return scalars <= plan.scalars.keys() and all(map(apart, instructions))
 
 
-def _names_sizes(i: Instruction) -> bool:
+def names_sizes(i: Instruction) -> bool:
     """Whether a launch takes a symbol by its name, which a recording would keep as it was."""
     numbers = (*i.sizes, *i.scalars) if isinstance(i, Launch) else ()
     return any(True for x in numbers if isinstance(x, SizeExpr) for _ in names(x))
@@ -179,16 +176,22 @@ def _takes_address(i: Instruction) -> bool:
 
 def plan_device(plan: Plan, device: str) -> str:
     """The one device of this type that the plan is on."""
-    return next(iter(_devices(plan, device)))
+    return next(iter(devices(plan, device)))
 
 
-def _devices(plan: Plan, device: str) -> set[str]:
+def devices(plan: Plan, device: str) -> set[str]:
     """The devices of this type that the plan uses."""
     found = sorted({s.device for s in plan.specs.values() if s.device.partition(":")[0] == device})
     return set(found[:1])
 
 
-def _unrecordable(i: Instruction, specs: Mapping[int, TensorSpec]) -> str | None:
+def unrecordable(i: Instruction, plan: Plan, roots: Mapping[int, set[int]]) -> str | None:
+    """Why an instruction cannot be recorded, whatever the sizes and places of its values, or None."""
+    why = _misplaced(i, plan, roots)
+    return why if why is not None or communicates(i) else _varying(i, plan.specs)  # a collective is called, never recorded
+
+
+def _varying(i: Instruction, specs: Mapping[int, TensorSpec]) -> str | None:
     """Why an instruction may act differently from replay to replay, or waits for the device."""
     if isinstance(i, CallPython):
         return f"{i.name} is an opaque function"
@@ -269,7 +272,7 @@ def _given_offset(call: Call) -> bool:
     return {**dict(zip(names, call.args, strict=False)), **dict(call.kwargs)}.get("storage_offset") is not None
 
 
-def _result_obstacle(plan: Plan) -> str | None:
+def result_obstacle(plan: Plan) -> str | None:
     """Results that are inputs or views of them, which a recording would return as copies."""
     made = {o for i in plan.instructions for o in i.outs}
     roots = roots_of(plan.instructions)

@@ -1,4 +1,4 @@
-"""Recording of plans that communicate: the pieces between collectives are recorded, the collectives are called.
+"""Pieces of a plan, some recorded, some called; plans that communicate, whose collectives are called.
 
 NCCL requires that all processes capture a collective or none does (its user guide, on graphs), but what is recorded, dropped or run
 as the plain plan each process decides by itself. So collectives are never captured: however a process runs a plan, it makes the
@@ -16,14 +16,15 @@ from typing import Any
 import torch
 
 from fusewright.forms.spec import Pass
-from fusewright.interface import KernelCode, PoolingRecorder, Recorder, TensorSpec
+from fusewright.interface import Dim, KernelCode, PoolingRecorder, Recorder, TensorSpec
 from fusewright.plan.build import Plan, generators, shared_by, written_by
 from fusewright.plan.execute import codegen
-from fusewright.plan.ir import Call, Instruction, Ref, Run, reads
+from fusewright.plan.ir import Call, Instruction, Launch, Ref, Run, reads
 from fusewright.plan.replay.copies import recorded
 from fusewright.plan.replay.obstacles import FEWEST, communicates
 from fusewright.plan.verify import PLAN
 from fusewright.plan.vocabulary import WAIT
+from fusewright.sizes.expr import SizeExpr, names
 
 
 @dataclass(frozen=True)
@@ -40,15 +41,15 @@ class Piece:
         return [r.id for r in self.plan.outputs]
 
 
-def pieces_of(plan: Plan) -> tuple[Piece, ...]:
-    """Split a plan before and after its collectives. Short runs between collectives are called as well."""
-    runs = _runs(plan)
+def pieces_of(plan: Plan, called: Callable[[Instruction], bool] = communicates) -> tuple[Piece, ...]:
+    """Split a plan before and after what is `called`: collectives by default. Short runs between are called as well."""
+    runs = runs_of(plan, called)
     return tuple(_piece(plan, [run for _, run in runs], k, recorded) for k, (recorded, _) in enumerate(runs))
 
 
-def _runs(plan: Plan) -> list[tuple[bool, list[Instruction]]]:
+def runs_of(plan: Plan, called: Callable[[Instruction], bool]) -> list[tuple[bool, list[Instruction]]]:
     """The instructions of each piece, and whether it is recorded."""
-    split = [(called, list(run)) for called, run in groupby(plan.instructions, communicates)]
+    split = [(apart, list(run)) for apart, run in groupby(plan.instructions, called)]
     kinds = groupby(split, lambda part: not part[0] and len(part[1]) >= FEWEST)
     return [(recorded, [i for _, run in parts for i in run]) for recorded, parts in kinds]
 
@@ -56,8 +57,8 @@ def _runs(plan: Plan) -> list[tuple[bool, list[Instruction]]]:
 def _piece(plan: Plan, runs: Sequence[Sequence[Instruction]], k: int, recorded: bool) -> Piece:
     run = runs[k]
     made = {o for i in run for o in i.outs}
-    inputs = tuple(sorted({r for i in run for r in reads(i)} - made - set(plan.attributes)))
-    later = {r for other in runs[k + 1 :] for i in other for r in reads(i)}
+    inputs = tuple(sorted(_read(plan, run) - made - set(plan.attributes)))
+    later = {r for other in runs[k + 1 :] for r in _read(plan, other)}
     later |= {r.id for r in plan.outputs if isinstance(r, Ref)}
     part = replace(
         plan, inputs=inputs, outputs=tuple(map(Ref, sorted(made & later))), instructions=list(run),
@@ -66,11 +67,36 @@ def _piece(plan: Plan, runs: Sequence[Sequence[Instruction]], k: int, recorded: 
     return Piece(part, recorded, frozenset(inputs) - later)
 
 
+def _read(plan: Plan, run: Sequence[Instruction]) -> set[int]:
+    """What a run reads, and the inputs that define the size symbols which it names."""
+    named = {n for i in run for n in named_sizes(i, plan.specs)}
+    return {r for i in run for r in reads(i)}.union(map(defined_sizes(plan).__getitem__, named) if named else ())
+
+
+def named_sizes(i: Instruction, specs: Mapping[int, TensorSpec]) -> set[str]:
+    """The size symbols that an instruction and its results name."""
+    given = (*i.sizes, *i.scalars) if isinstance(i, Launch) else ()
+    made = (n.expr for o in i.outs if o in specs for n in (*specs[o].shape, *specs[o].stride) if isinstance(n, Dim))
+    return {n for x in (*given, *made) if isinstance(x, SizeExpr) for n in names(x)}
+
+
+def defined_sizes(plan: Plan) -> dict[str, int]:
+    """Map each size symbol that an input has as a size of its own, or is, to the first such input."""
+    found: dict[str, int] = {}
+    for v in plan.inputs:
+        sizes = (*plan.specs[v].shape, *plan.specs[v].stride) if v in plan.specs else ()
+        own = [n.expr.name for n in sizes if isinstance(n, Dim)]
+        for name in (plan.scalars.get(v), *own):
+            if name is not None:
+                found.setdefault(name, v)
+    return found
+
+
 PIECES = Pass(
-    "pieces between collectives",
+    "pieces of a recording",
     "plan",
     PLAN,
-    lambda plan, kernels: pieces_of(plan),
+    lambda plan, kernels, called=communicates: pieces_of(plan, called),
     lambda args, found: [replace(piece.plan, kernels=args[1]) for piece in found],
 )
 """`pieces_of`, with the kernels that launches may name."""
@@ -125,7 +151,7 @@ class Pieces:
         for v in piece.outs:
             if v in self._fixed:
                 spec, same = self._plan.specs[v], values.get(self._same.get(v, v))
-                values[v] = same if same is not None else _buffer(spec)
+                values[v] = same if same is not None else buffer_of(spec)
         fixed = {v: values[v] for v in piece.plan.inputs if v in values}
         kept = [(v, values.get(v)) for v in piece.outs]
 
@@ -143,10 +169,11 @@ class Pieces:
 
 
 def _run(run: Run, args: Sequence[Any]) -> Any:
+    """Run with a copy of a list of arguments, which it empties."""
     return run(list(args))
 
 
-def _buffer(spec: TensorSpec) -> torch.Tensor:
+def buffer_of(spec: TensorSpec) -> torch.Tensor:
     shape, stride = ([int(n) for n in sizes] for sizes in (spec.shape, spec.stride))  # type: ignore[arg-type]
     return torch.empty_strided(shape, stride, dtype=spec.dtype, device=spec.device)
 
@@ -173,4 +200,4 @@ def no_pieces(plan: Plan, recorder: Recorder) -> str | None:
         return None
     if not isinstance(recorder, PoolingRecorder):
         return "it may wait for other processes, and the backend records no pieces"
-    return None if any(recorded for recorded, _ in _runs(plan)) else "too few instructions between collectives"
+    return None if any(recorded for recorded, _ in runs_of(plan, communicates)) else "too few instructions between collectives"

@@ -421,8 +421,8 @@ def test_every_replay_draws_what_eager_draws(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_an_index_by_positions_is_recorded_and_one_by_a_mask_is_not() -> None:
     index = Call("aten::index.Tensor", (Ref(1), (None, Ref(2))), (3,))
-    assert obstacles._unrecordable(index, {2: TensorSpec((4,), (1,), torch.int64)}) is None
-    assert "depends on data" in str(obstacles._unrecordable(index, {2: TensorSpec((4,), (1,), torch.bool)}))
+    assert obstacles._varying(index, {2: TensorSpec((4,), (1,), torch.int64)}) is None
+    assert "depends on data" in str(obstacles._varying(index, {2: TensorSpec((4,), (1,), torch.bool)}))
 
 
 @torch.library.custom_op("other_tests::unsafe", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
@@ -455,12 +455,12 @@ def test_what_is_tagged_as_unsafe_to_record_is_not() -> None:
 
 
 def test_what_waits_for_the_device_is_known_by_torch_s_tags() -> None:
-    assert "depends on data" in str(obstacles._unrecordable(Call("aten::nonzero.default", (Ref(1),), (2,)), {}))
-    assert "depends on data" in str(obstacles._unrecordable(Call("aten::_local_scalar_dense.default", (Ref(1),), (2,)), {}))
-    assert "wait" in str(obstacles._unrecordable(Call("aten::_linalg_eigh.default", (Ref(1),), (2, 3), packed=True), {}))
-    assert "wait" in str(obstacles._unrecordable(Call("aten::linalg_pinv.atol_rtol_tensor", (Ref(1),), (2,)), {}))
-    assert obstacles._unrecordable(Call("aten::linalg_vector_norm.default", (Ref(1),), (2,)), {}) is None
-    assert obstacles._unrecordable(Call("aten::relu.default", (Ref(1),), (2,)), {}) is None
+    assert "depends on data" in str(obstacles._varying(Call("aten::nonzero.default", (Ref(1),), (2,)), {}))
+    assert "depends on data" in str(obstacles._varying(Call("aten::_local_scalar_dense.default", (Ref(1),), (2,)), {}))
+    assert "wait" in str(obstacles._varying(Call("aten::_linalg_eigh.default", (Ref(1),), (2, 3), packed=True), {}))
+    assert "wait" in str(obstacles._varying(Call("aten::linalg_pinv.atol_rtol_tensor", (Ref(1),), (2,)), {}))
+    assert obstacles._varying(Call("aten::linalg_vector_norm.default", (Ref(1),), (2,)), {}) is None
+    assert obstacles._varying(Call("aten::relu.default", (Ref(1),), (2,)), {}) is None
 
 
 def test_attention_that_drops_nothing_draws_nothing() -> None:

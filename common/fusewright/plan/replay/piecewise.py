@@ -1,0 +1,254 @@
+"""Recording of plans that hold what cannot be recorded: the pieces between are recorded, the rest is called.
+
+A cache that grows gives such a plan: concatenations and attention have other sizes at each call, and all else has fixed ones. What
+a recording keeps for what is called stays where it is; what is called gives the recorded pieces copies of what they read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from typing import Any
+
+import torch
+
+from fusewright.interface import CopyingRecorder, KernelCode, PoolingRecorder, Recorder, TensorSpec
+from fusewright.plan.build import Plan, generators, shared_by, written_by
+from fusewright.plan.execute import codegen
+from fusewright.plan.ir import Call, Instruction, Launch, Ref, Run, reads
+from fusewright.plan.memory import roots_of, storage_bytes
+from fusewright.plan.replay.copies import Call as Replay
+from fusewright.plan.replay.copies import copier_out
+from fusewright.plan.replay.obstacles import (
+    communicates,
+    devices,
+    draws,
+    host_scalars,
+    names_sizes,
+    result_obstacle,
+    unrecordable,
+    written_inputs,
+)
+from fusewright.plan.replay.pieces import PIECES, Piece, buffer_of, defined_sizes, named_sizes, runs_of
+from fusewright.storage import lazy
+
+MOST_COPIED = 1 << 20
+"""Bytes of a value that is copied for recorded pieces; what reads a larger one is called."""
+
+MOST_RETURNED = 1 << 20
+"""Bytes of a recorded result, of which the caller gets a copy; what makes a larger one is called."""
+
+FEWEST_RECORDED = 3
+"""One in so many of the instructions that do something, at least, must be recorded."""
+
+
+def called(plan: Plan, recorder: Recorder) -> frozenset[int] | None:
+    """What a plan that cannot be recorded as a whole has to call, by position, to have its other instructions recorded in pieces;
+    None if it has too few of these, or cannot be recorded in pieces either."""
+    if not isinstance(recorder, PoolingRecorder) or _obstructed(plan):
+        return None
+    found = _Division(plan, recorder.device_type).called
+    recorded = [i for kept, run in runs_of(plan, among(plan, found)) if kept for i in run]
+    working = [sum(not shared_by(i) for i in part) for part in (recorded, plan.instructions)]
+    return found if found and recorded and FEWEST_RECORDED * working[0] >= working[1] else None
+
+
+def among(plan: Plan, positions: Set[int]) -> Callable[[Instruction], bool]:
+    """Return whether an instruction of the plan is at one of these positions."""
+    there = {id(plan.instructions[k]) for k in positions}
+    return lambda i: id(i) in there
+
+
+def _obstructed(plan: Plan) -> bool:
+    """Whether a plan cannot be recorded in pieces at all."""
+    sizes = defined_sizes(plan)
+    unknown = any(n not in sizes for i in plan.instructions for n in named_sizes(i, plan.specs))  # they depend on data
+    complex_ = any(s.dtype.is_complex for s in plan.specs.values())  # of which real views may be negated lazily
+    return (
+        unknown or complex_ or draws(plan) or bool(generators(plan)) or any(map(communicates, plan.instructions))
+        or result_obstacle(plan) is not None
+    )  # fmt: skip
+
+
+class _Division:
+    """Divide the instructions of a plan into those that are called and others."""
+
+    def __init__(self, plan: Plan, device: str) -> None:
+        self.plan = plan
+        self.home, self.host = devices(plan, device), host_scalars(plan)
+        self.fixed = {v for v in plan.inputs if v in plan.specs and plan.specs[v].const} | written_inputs(plan)
+        self.maker = {o: k for k, i in enumerate(plan.instructions) for o in i.outs}
+        self.groups = list(_sharing(plan))
+        self.overwritten = {v for i in plan.instructions for v in _written(i)}
+        self.overwritten |= {v for group in self.groups if group & self.overwritten for v in group}
+        roots = roots_of(plan.instructions)
+        found = {k for k, i in enumerate(plan.instructions) if not self._recordable(i, roots)}
+        while more := self._drawn_in(found) - found:
+            found |= more
+        self.called = frozenset(found)
+
+    def _recordable(self, i: Instruction, roots: Mapping[int, set[int]]) -> bool:
+        large = any(r.id in i.outs and self._bytes(r.id) > MOST_RETURNED for r in self.plan.outputs if isinstance(r, Ref))
+        known = all(map(self._known, (*reads(i), *i.outs)))
+        return known and not large and not names_sizes(i) and unrecordable(i, self.plan, roots) is None
+
+    def _known(self, v: int) -> bool:
+        """Whether a value has one type, shape and device in all calls."""
+        spec, plan = self.plan.specs.get(v), self.plan
+        if spec is not None:
+            return v in self.host or (spec.static and spec.device in self.home)
+        if v in self.maker:  # between two operators that stand for one
+            return all(map(self._known, reads(plan.instructions[self.maker[v]])))
+        return v in plan.attributes or v in plan.prepare_outputs
+
+    def _drawn_in(self, found: Set[int]) -> set[int]:
+        """The instructions to be called because those `found` are."""
+        more = set()
+        for k, i in enumerate(self.plan.instructions):
+            if k not in found and not all(map(self._crosses, self._outside(i, found))):
+                more.add(k)
+        results = {r.id for r in self.plan.outputs if isinstance(r, Ref)}
+        for group in self.groups:  # one memory for all that is returned or written
+            users = {self.maker[v] for v in group if v in self.maker}
+            users |= {k for k, i in enumerate(self.plan.instructions) if group & _written(i)}
+            if users & found and (group & results or group & self.overwritten):
+                more |= users
+        return more
+
+    def _outside(self, i: Instruction, found: Set[int]) -> Iterator[int]:
+        """What an instruction reads of what the call is given and what is called makes."""
+        for v in reads(i):
+            if (self.maker[v] in found) if v in self.maker else (v in self.plan.inputs and v not in self.fixed):
+                yield v
+
+    def _crosses(self, v: int) -> bool:
+        """Whether a recorded piece may have a copy of a value."""
+        spec = self.plan.specs.get(v)
+        return (
+            spec is not None and spec.static and spec.device in self.home and _dense(spec)
+            and storage_bytes(spec) <= MOST_COPIED and v not in self.overwritten
+        )  # fmt: skip
+
+    def _bytes(self, v: int) -> int:
+        spec = self.plan.specs.get(v)
+        return storage_bytes(spec) if spec is not None and spec.static else 0
+
+
+def _written(i: Instruction) -> set[int]:
+    """The values that an instruction writes to."""
+    return set(i.written) if isinstance(i, Launch) else set(written_by(i)) if isinstance(i, Call) else set()
+
+
+def _sharing(plan: Plan) -> Iterator[set[int]]:
+    """Yield sets of tensors that may share memory."""
+    group: dict[int, set[int]] = {}
+    for i in plan.instructions:
+        for o in i.outs:
+            sources = (v for v in shared_by(i) if v in plan.specs)
+            written = (v for v, made in i.written.items() if made == o) if isinstance(i, Launch) else ()
+            merged = {o}.union(*(group.get(v, {v}) for v in (*sources, *written)), group.get(o, ()))
+            group.update(dict.fromkeys(merged, merged))
+    yield from {id(g): g for g in group.values()}.values()
+
+
+def _dense(spec: TensorSpec) -> bool:
+    """Whether elements of a tensor of fixed sizes lie side by side."""
+    span = 1
+    sizes = [(int(s), int(n)) for n, s in zip(spec.shape, spec.stride, strict=True) if n != 1]  # type: ignore[arg-type]
+    for stride, n in sorted(sizes):
+        if stride != span:
+            return False
+        span *= n
+    return True
+
+
+Live = dict[int, Any]
+"""Values of a call that no recording has: what it was given, and what the called pieces made."""
+
+
+class Piecewise:
+    """A plan, without constants to prepare, whose instructions at some positions are called."""
+
+    def __init__(self, plan: Plan, kernels: Mapping[str, KernelCode], positions: Set[int]) -> None:
+        self._plan = plan
+        pieces = PIECES(plan, {h: code.kernel for h, code in kernels.items()}, among(plan, positions))
+        self._pieces = [(piece, codegen.load(piece.plan, kernels)) for piece in pieces]
+
+    def record(self, recorder: Recorder, given: Sequence[Any], fixed: Set[int]) -> Replay:
+        """Record for the inputs `given`, of which all replays read those at the places `fixed` where they are. Nothing runs. Raise
+        `RuntimeError` when something cannot be recorded."""
+        plan = self._plan
+        memory = {v: given[k] for k, v in enumerate(plan.inputs) if k in fixed}
+        places = {v: k for k, v in enumerate(plan.inputs) if k not in fixed}
+        steps: list[Callable[[Live], None]] = []
+        for piece, run in self._pieces:
+            if not piece.recorded:
+                steps.append(_called(piece, run, memory))
+                continue
+            fills = [v for v in piece.plan.inputs if v not in memory]
+            if any(lazy(given[places[v]]) for v in fills if v in places):
+                raise RuntimeError("the memory of an input is not its value")
+            memory.update((v, buffer_of(plan.specs[v])) for v in fills)
+            steps.append(_recorded(recorder, piece, run, memory, fills))
+        results = [r.id for r in plan.outputs]
+        kept = [v for v in results if v in memory]
+        copy_out = copier_out([memory[v] for v in kept])
+
+        def call(args: list[Any]) -> list[Any]:
+            live = {v: args[k] for v, k in places.items()}
+            for step in steps:
+                step(live)
+            live.update(zip(kept, copy_out(), strict=True))
+            return [live[v] for v in results]
+
+        return call
+
+
+def _called(piece: Piece, run: Run, memory: Mapping[int, Any]) -> Callable[[Live], None]:
+    """Return a function that calls a piece, which reads what a recording made where it lies."""
+    inputs, outs = piece.plan.inputs, piece.outs
+    kept = {v: memory[v] for v in inputs if v in memory}
+
+    def step(live: Live) -> None:
+        args = [kept[v] if v in kept else live[v] for v in inputs]
+        for v in piece.last:
+            live.pop(v, None)  # so that its memory can be used again
+        live.update(zip(outs, run(args), strict=True))
+
+    return step
+
+
+def _recorded(
+    recorder: Recorder, piece: Piece, run: Run, memory: dict[int, Any], fills: Sequence[int]
+) -> Callable[[Live], None]:
+    """Record a piece, add what it makes to `memory`, and return a function that copies `fills` into there and replays it."""
+    args, buffers = [memory[v] for v in piece.plan.inputs], [memory[v] for v in fills]
+
+    def again() -> Sequence[torch.Tensor]:
+        made: Sequence[torch.Tensor] = run(list(args))
+        return made
+
+    def fill(live: Live) -> None:
+        for buffer, v in zip(buffers, fills, strict=True):
+            buffer.copy_(live[v])
+
+    copying = None
+    if isinstance(recorder, CopyingRecorder):
+        copying = recorder.record_with_copies(again, False, True, dict(enumerate(buffers)), lambda results: ())
+    if copying is None:
+        results, replay = recorder.record(again, warm=False)
+
+        def step(live: Live) -> None:
+            fill(live)
+            replay()
+
+    else:
+        results, with_copies = copying
+
+        def step(live: Live) -> None:
+            if with_copies([live[v] for v in fills]) is None:  # the driver refuses
+                fill(live)
+                for old, new in zip(results, again(), strict=True):
+                    old.copy_(new)
+
+    memory.update(zip(piece.outs, results, strict=True))
+    return step

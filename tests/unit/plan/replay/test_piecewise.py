@@ -1,0 +1,110 @@
+"""Replay of plans that hold what cannot be recorded: that is called, between pieces that are recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fusewright.plan.replay.copies import flat
+from fusewright.report import recording
+from tests.unit.plan.replay import test_inference
+from tests.unit.plan.replay.test_inference import compiled
+
+
+class Recorder(test_inference.Recorder):
+    """A fake recorder of pieces, whose results are garbage until the first replay."""
+
+    def pool(self) -> object:
+        return object()
+
+    def record(self, run: Callable[[], Any], warm: bool, shared: Any = True) -> tuple[Any, Callable[[], None]]:
+        assert not warm, "a warm-up would run with garbage"
+        results = run()
+        for old, new in zip(results, run(), strict=True):
+            if old.data_ptr() != new.data_ptr() and old.is_floating_point():  # else it is a view of an argument
+                old.fill_(float("nan"))
+        self.recorded += 1
+
+        def again() -> None:
+            self.replays += 1
+            for old, new in zip(results, run(), strict=True):
+                flat(old).copy_(flat(new))
+
+        return results, again
+
+
+class Copying(Recorder):
+    """The same, which fills the inputs of a piece itself, unless the driver `refuses`."""
+
+    refuses = False
+
+    def record_with_copies(self, run: Any, warm: bool, shared: Any, inputs: Mapping[int, Tensor], returned: Any) -> Any:
+        for buffer in inputs.values():
+            buffer.zero_()  # indices must be valid here, where recording runs something
+        results, again = self.record(run, warm)
+        assert not returned(results)
+
+        def call(args: list[Tensor]) -> list[Tensor] | None:
+            if self.refuses:
+                return None
+            for k, buffer in inputs.items():
+                buffer.copy_(args[k])
+            again()
+            return []
+
+        return results, call
+
+
+class Growing(nn.Module):
+    """Layers with a cache that is concatenated."""
+
+    def __init__(self, layers: int = 2) -> None:
+        super().__init__()
+        self.qkv = nn.ModuleList(nn.Linear(8, 24) for _ in range(layers))
+        self.out = nn.ModuleList(nn.Linear(8, 8) for _ in range(layers))
+        self.last = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, past: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        made = []
+        for qkv, out, (k, v) in zip(self.qkv, self.out, zip(past[::2], past[1::2], strict=True), strict=True):
+            q, new, value = qkv(F.gelu(x).sin()).chunk(3, -1)
+            k, v = torch.cat([k, new]), torch.cat([v, value])
+            made += [k, v]
+            x = x + out((q @ k.t()).softmax(-1) @ v).cos().relu()
+        return self.last(x).sin() * 2, made
+
+
+def growing(recorder: Recorder, calls: int = 6) -> None:
+    model = Growing().eval()
+    fast = compiled(model, recorder)
+    theirs = ours = [torch.randn(3, 8) for _ in range(4)]
+    for _ in range(calls):
+        x = torch.randn(1, 8)
+        y, theirs = model(x, theirs)
+        z, ours = fast(x, ours)
+        torch.testing.assert_close(z, y)
+        torch.testing.assert_close(ours, theirs)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", [Recorder, Copying])
+def test_what_has_fixed_sizes_is_recorded_around_a_cache_that_grows(kind: type[Recorder]) -> None:
+    recorder = kind()
+    with recording() as reports:
+        growing(recorder)
+    assert reports[-1].replay.startswith("replayed, ")
+    assert recorder.recorded == 3
+    assert recorder.replays == 9, "three calls, each of another length"
+
+
+@torch.no_grad()
+def test_a_driver_that_refuses_a_piece_has_it_run_by_hand() -> None:
+    recorder = Copying()
+    recorder.refuses = True
+    growing(recorder)
+    assert recorder.recorded and not recorder.replays
