@@ -24,7 +24,7 @@ dispatch_mode = compat.dispatch_mode
 """For the traces of `call_cache`, which vendors make."""
 
 _EXTENSION = "fusewright_native._core"
-_INTERFACE = 3
+_INTERFACE = 4
 """The extension's version of what is used here."""
 _REMEDY = "install a C++20 compiler (apt install g++) and then fusewright-native; until then Python does its part"
 
@@ -118,15 +118,15 @@ def _current_device(core: Any) -> Any:
 
 
 def call_cache(
-    run: Callable[..., Any], trace: Callable[..., Any], driver: LaunchFunctions, encode: int
+    run: Callable[..., Any], trace: Callable[..., Any], driver: LaunchFunctions, encode: int, at_once: bool = False
 ) -> Callable[..., Any] | None:
     """`run`, whose repeated calls skip Python: `trace` tells once for each layout of the arguments what a call does (with
-    `dispatch_mode`). `encode` is the address of cuTensorMapEncodeTiled (0: none). None without the extension. See `call_cache.h` of
-    the extension."""
+    `dispatch_mode`), in the second call or `at_once`. `encode` is the address of cuTensorMapEncodeTiled (0: none). None without the
+    extension. See `call_cache.h` of the extension."""
     core = extension()
     if core is None:
         return None
-    made: Callable[..., Any] = core.call_cache(run, trace, driver, encode, _current_device(core))
+    made: Callable[..., Any] = core.call_cache(run, trace, driver, encode, _current_device(core), at_once)
     return made
 
 

@@ -146,8 +146,9 @@ std::shared_ptr<Program> program_of(const py::tuple& told) {
 
 class CallCache : public Body {
  public:
-  CallCache(PyObject* run, PyObject* trace, const LaunchFunctions& driver, std::uintptr_t encode, const CurrentDevice& current)
-      : run_(run), trace_(trace), driver_(driver), encode_(encode), current_(current) {
+  CallCache(PyObject* run, PyObject* trace, const LaunchFunctions& driver, std::uintptr_t encode, const CurrentDevice& current,
+            bool at_once)
+      : run_(run), trace_(trace), driver_(driver), encode_(encode), current_(current), at_once_(at_once) {
     Py_INCREF(run_), Py_INCREF(trace_);
   }
   ~CallCache() override { Py_DECREF(run_), Py_DECREF(trace_); }
@@ -170,8 +171,8 @@ class CallCache : public Body {
     auto found = entries_.find(given.key);
     if (found == entries_.end()) {
       if (entries_.size() >= MOST_KEYS) entries_.clear();
-      entries_.emplace(std::move(given.key), Entry{});
-      return plain(run_);
+      found = entries_.emplace(given.key, Entry{}).first;
+      if (!at_once_) return plain(run_);
     }
     Entry& entry = found->second;
     if (!entry.traced) {
@@ -259,14 +260,15 @@ class CallCache : public Body {
   LaunchFunctions driver_;
   std::uintptr_t encode_;
   CurrentDevice current_;
+  bool at_once_;
   std::unordered_map<Key, Entry, Hash> entries_;
 };
 
 }  // namespace
 
 std::unique_ptr<Body> call_cache(PyObject* run, PyObject* trace, const LaunchFunctions& driver, std::uintptr_t encode,
-                                 const CurrentDevice& current) {
-  return std::make_unique<CallCache>(run, trace, driver, encode, current);
+                                 const CurrentDevice& current, bool at_once) {
+  return std::make_unique<CallCache>(run, trace, driver, encode, current, at_once);
 }
 
 }  // namespace fusewright::native

@@ -30,11 +30,11 @@ using Encoding = std::tuple<Pointer, int, std::vector<std::uint64_t>, std::vecto
 using LaunchStep = std::tuple<std::uintptr_t, unsigned, unsigned, unsigned, std::string, std::vector<std::size_t>,
                               std::vector<Pointer>, std::vector<Encoding>>;
 
-// call(...) -> what `run(...)` returns. The second call with arguments of the same layout is `trace(...)`, which returns the
-// result and None, or what to do from then on:
+// call(...) -> what `run(...)` returns. The second call with arguments of the same layout, or the first if `at_once`, is
+// `trace(...)`, which returns the result and None, or what to do from then on:
 // (device, allocations as (size, stride, dtype), launches as `LaunchStep`, which allocation is the result).
 // `encode` is the address of cuTensorMapEncodeTiled (0: none).
 std::unique_ptr<Body> call_cache(PyObject* run, PyObject* trace, const LaunchFunctions& driver, std::uintptr_t encode,
-                                 const CurrentDevice& current);
+                                 const CurrentDevice& current, bool at_once);
 
 }  // namespace fusewright::native

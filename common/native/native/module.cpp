@@ -54,7 +54,7 @@ struct CloseQueue : Body {
 }  // namespace
 
 PYBIND11_MODULE(_core, m) {
-  m.attr("INTERFACE") = 3;  // grows with each change of what follows
+  m.attr("INTERFACE") = 4;  // grows with each change of what follows
   m.attr("Call") = py::reinterpret_steal<py::object>(make_type());
   m.def("bind_tensors", [](const py::object& tensor_class, const py::object& parameter_class, const py::object& without_memory,
                            const Queries& queries) {
@@ -69,8 +69,8 @@ PYBIND11_MODULE(_core, m) {
     return std::make_unique<CurrentDevice>(device.ptr(), stream.ptr(), empty.ptr());
   }), py::arg("device"), py::arg("stream"), py::arg("empty"));
   m.def("call_cache", [](const py::object& run, const py::object& trace, const Addresses& driver, std::uintptr_t encode,
-                         const CurrentDevice& current) {
-    return callable(call_cache(run.ptr(), trace.ptr(), functions(driver), encode, current));
+                         const CurrentDevice& current, bool at_once) {
+    return callable(call_cache(run.ptr(), trace.ptr(), functions(driver), encode, current, at_once));
   });
   m.attr("open_queue") = callable(std::make_unique<OpenQueue>());
   m.attr("close_queue") = callable(std::make_unique<CloseQueue>());

@@ -11,6 +11,7 @@ import torch
 
 from fusewright_triton.kernels import attention_ops
 from fusewright_triton.kernels.attention_ops import power_of_two
+from fusewright_triton.run.call_cache import allocated, same
 from fusewright_triton.run.handwritten import NAMESPACE, Kernel, operator, or_else
 from fusewright_triton.target import Target, named
 
@@ -88,17 +89,17 @@ def attention_decode(
     kind, given = 0, q
     mask_strides: tuple[int, ...] = (0,) * 4
     if mask is not None:
-        kind, given = (2, mask.view(torch.uint8)) if mask.dtype == torch.bool else (1, mask)
-        mask_strides = given.expand(batch, heads, queries, keys).stride()
+        kind, given = (2, same(mask.view(torch.uint8), mask)) if mask.dtype == torch.bool else (1, mask)
+        mask_strides = _broadcast(given, 4)
     angles: tuple[torch.Tensor, ...] = (q, q)
     angle_strides: tuple[int, ...] = (0,) * 6
     if cos is not None and sin is not None:
-        angles = tuple(a.expand(q.shape) if a.stride(-1) == 1 else a.contiguous().expand(q.shape) for a in (cos, sin))
-        angle_strides = tuple(s for a in angles for s in a.stride()[:3])
-    out = torch.empty_strided(q.shape, stride, dtype=q.dtype, device=q.device)
+        angles = tuple(a if a.stride(-1) == 1 else a.contiguous() for a in (cos, sin))
+        angle_strides = tuple(s for a in angles for s in _broadcast(a, 4)[:3])
+    out = allocated(torch.empty_strided(q.shape, stride, dtype=q.dtype, device=q.device))
     wide = power_of_two(dim)
-    acc = torch.empty((n, split, MOST_ROWS, wide), dtype=torch.float32, device=q.device)
-    top, total = (torch.empty((n, split, MOST_ROWS), dtype=torch.float32, device=q.device) for _ in range(2))
+    acc = allocated(torch.empty((n, split, MOST_ROWS, wide), dtype=torch.float32, device=q.device))
+    top, total = (allocated(torch.empty((n, split, MOST_ROWS), dtype=torch.float32, device=q.device)) for _ in range(2))
     numbers = (dim**-0.5 if scale is None else scale, kv_heads, group, queries, keys)
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *mask_strides, *angle_strides)
     shape = {"D": dim, "BR": MOST_ROWS, "BD": wide, "SPLIT": split}
@@ -114,6 +115,12 @@ def attention_decode(
     return out
 
 
+def _broadcast(t: torch.Tensor, rank: int) -> tuple[int, ...]:
+    """Return the strides of a tensor that is broadcast to this rank."""
+    own = tuple(0 if n == 1 else s for n, s in zip(t.shape, t.stride(), strict=True))
+    return (0,) * (rank - len(own)) + own
+
+
 def _meta(query: torch.Tensor, *args: Any) -> torch.Tensor:
     return torch.empty_strided(query.shape, args[-2], dtype=query.dtype, device=query.device)
 
@@ -123,4 +130,4 @@ _ARGUMENTS = (
     "str target"
 )
 operator(f"attention_decode({_ARGUMENTS}) -> Tensor", attention_decode, _meta)
-operator(f"attention_growing({_ARGUMENTS}) -> Tensor", functools.partial(attention_decode, growing=True), _meta)
+operator(f"attention_growing({_ARGUMENTS}) -> Tensor", functools.partial(attention_decode, growing=True), _meta, told=True)

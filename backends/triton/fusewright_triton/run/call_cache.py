@@ -33,17 +33,44 @@ def active() -> Trace | None:
     return found
 
 
-def cached(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `run`, or what computes the same without Python where that is possible."""
+def cached(run: Callable[..., Any], told: bool = False) -> Callable[..., Any]:
+    """Return `run`, or what computes the same without Python where that is possible. `told`: `run` allocates by `allocated` alone
+    and tells the views that it makes (`same`), so its first call can be traced, at little cost: for layouts that come once a call
+    of a model."""
     if native.extension() is None or not torch.cuda.is_available():
         return run
-    return _cached(run)
+    return _cached(run, told)
 
 
 @functools.cache
-def _cached(run: Callable[..., Any]) -> Callable[..., Any]:
+def _cached(run: Callable[..., Any], told: bool) -> Callable[..., Any]:
     d = driver("cuda" if torch.version.hip is None else "hip")
-    return native.call_cache(run, functools.partial(traced, run), d.launch_functions(), d.encode_address()) or run
+    trace = functools.partial(_told if told else traced, run)
+    return native.call_cache(run, trace, d.launch_functions(), d.encode_address(), told) or run
+
+
+def allocated(out: torch.Tensor) -> torch.Tensor:
+    """Return a new tensor, and tell the trace of the operator about it."""
+    if (trace := active()) is not None:
+        trace.allocated(out)
+    return out
+
+
+def same(view: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """Return a view that begins where its source does, and tell the trace of the operator about it."""
+    if (trace := active()) is not None and id(source) in trace.sources:
+        trace.hold(view, trace.sources[id(source)])
+    return view
+
+
+def _told(run: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, ...] | None]:
+    """Like `traced`, for a function that tells what it allocates."""
+    _tracing.trace = trace = Trace([*args, *kwargs.values()])
+    try:
+        result = run(*args, **kwargs)
+    finally:
+        _tracing.trace = None
+    return result, trace.program(result)
 
 
 def traced(run: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, ...] | None]:
@@ -77,14 +104,24 @@ class Trace:
         out = func(*args, **kwargs)
         self._held.append(out)
         if func in ALLOCATING and out.get_device() == self.device:
-            self.sources[id(out)] = (-1 - len(self.made), 0)
-            self.made.append(out)
+            self.allocated(out)
         elif func.is_view and id(args[0]) in self.sources and isinstance(out, torch.Tensor):
             source, offset = self.sources[id(args[0])]
             self.sources[id(out)] = source, offset + out.data_ptr() - args[0].data_ptr()
         else:
             self.repeatable = False
         return out
+
+    def allocated(self, out: torch.Tensor) -> None:
+        """Note an allocation, once."""
+        if id(out) not in self.sources:
+            self.hold(out, (-1 - len(self.made), 0))
+            self.made.append(out)
+
+    def hold(self, t: torch.Tensor, source: tuple[int, int]) -> None:
+        """Note where a tensor's address comes from."""
+        self._held.append(t)
+        self.sources[id(t)] = source
 
     def launched(self, bound: Bound, blocks: int, args: Sequence[Any]) -> None:
         """Note a launch of `bound` with these arguments."""

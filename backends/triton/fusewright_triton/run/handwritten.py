@@ -346,9 +346,10 @@ OPERATORS: dict[str, Callable[..., Any]] = {}
 _libraries: list[torch.library.Library] = []
 
 
-def operator(schema: str, run: Callable[..., Any], meta: Callable[..., Any]) -> None:
+def operator(schema: str, run: Callable[..., Any], meta: Callable[..., Any], told: bool = False) -> None:
     """Define an operator that a plan can name, for GPUs and (interpreted) for CPU tensors. `run` is also called with meta
-    tensors, to request its kernels before they are needed; `meta` only computes its result's type."""
+    tensors, to request its kernels before they are needed; `meta` only computes its result's type. `told`: see
+    `call_cache.cached`."""
     name = schema.partition("(")[0]
     own = torch.library.Library(NAMESPACE, "FRAGMENT")
     own.define(schema)
@@ -357,7 +358,7 @@ def operator(schema: str, run: Callable[..., Any], meta: Callable[..., Any]) -> 
     own.impl(name, meta, "Meta")
     _libraries.append(own)  # its definitions live as long as it does
     OPERATORS[f"{NAMESPACE}::{name}.default"] = run
-    call_directly(f"{NAMESPACE}::{name}.default", functools.partial(call_cache.cached, resolving(run)))
+    call_directly(f"{NAMESPACE}::{name}.default", functools.partial(call_cache.cached, resolving(run), told))
 
 
 def resolving(run: Callable[..., Any]) -> Callable[..., Any]:

@@ -141,6 +141,31 @@ def test_from_the_third_call_on_python_does_not_run(driver: Recorder) -> None:
     assert not driver.described, "a matrix that is described already"
 
 
+class Told(Scaled):
+    """The same, which tells what it allocates."""
+
+    def __call__(self, x: Tensor, scale: Tensor, factor: float) -> Tensor:  # type: ignore[override]
+        self.runs += 1
+        rows = call_cache.same(x.reshape(-1, x.shape[-1]), x)
+        out = call_cache.allocated(torch.empty((*x.shape[:-1], 3), dtype=torch.float32))
+        KERNEL._run(H100, rows.shape[0], (TensorDescriptor(rows, (4, 8)), scale, out, factor, 16), {"BM": 16}, {"num_warps": 4})
+        return out
+
+
+def test_what_tells_its_allocations_runs_in_python_once(driver: Recorder) -> None:
+    run = Told()
+    fast = call_cache.cached(run, told=True)
+    for rows in (5, 6):
+        run.runs = 0
+        for _ in range(3):
+            x, scale = given(rows)
+            out = fast(x, scale, 0.5)
+            assert run.runs == 1
+            values = driver.launches.pop()[-1]
+            assert (values[0], values[5], values[6]) == (x.data_ptr(), scale.data_ptr(), out.data_ptr())
+            assert out.shape == (2, rows, 3)
+
+
 CHANGES: dict[str, Callable[[Tensor, Tensor], tuple[Any, ...]]] = {
     "shape": lambda x, s: (x[:, :4].contiguous(), s, 0.5, "a"),
     "strides": lambda x, s: (torch.zeros(2, 5, 32, dtype=x.dtype)[..., :16], s, 0.5, "a"),
