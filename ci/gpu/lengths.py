@@ -1,4 +1,4 @@
-"""Time models whose lengths differ from call to call: each length comes once, as in a generated text. The table comes last.
+"""Time models whose lengths differ from call to call: each length comes once, as in a generated text. Prints rows as it goes.
 
     python -m ci.gpu.lengths [--cases cache,padded,context,steps] [--backends eager,nvidia_triton,inductor] [--json out.json]
 
@@ -15,6 +15,7 @@ wrong.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import subprocess
@@ -185,9 +186,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"no case: {', '.join(sorted(unknown))}; known are {', '.join(CASES)}")
     backends = dict.fromkeys(["eager", *given.backends.split(",")])
     with tempfile.TemporaryDirectory() as folder:
-        rows = [row(case, backend, given, Path(folder)) for case in given.cases.split(",") for backend in backends]
-    for r in rows:
-        print(f"{r['case']:10s} {r['backend']:16s} {r.get('ms', ''):>8} ms {r.get('all_s', ''):>7} s in all  {r['outcome']}")
+        rows = []
+        for case, backend in itertools.product(given.cases.split(","), backends):
+            rows.append(r := row(case, backend, given, Path(folder)))
+            print(f"{case:10s} {backend:16s} {r.get('ms', ''):>8} ms {r.get('all_s', ''):>7} s in all  {r['outcome']}", flush=True)
     if given.json is not None:
         given.json.write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=1) + "\n")
     return int(any(r["outcome"] != "right" for r in rows))

@@ -25,11 +25,12 @@ def offsets_bound(kernel: Kernel, sizes: Sequence[int], least: Sequence[int] | N
 
 
 def grow(kernel: Kernel) -> bool:
-    """Whether all sizes in a kernel grow with its symbols."""
+    """Whether all sizes in a kernel grow with its symbols. Indices may begin before their tensor by a fixed distance."""
     indices = [n.index for n in kernel.nodes() if n.index is not None]
-    sizes = [e for ix in indices for e in (ix.offset, *_factors(ix), *(d.offset for d in ix.divmods))]
-    extents = [n.extent for n in kernel.nodes() if n.op == "bound" and n.extent is not None]
-    return all(map(nonnegative, (*kernel.sizes, *sizes, *extents)))
+    offsets = [offset for ix in indices for offset in (ix.offset, *(d.offset for d in ix.divmods))]
+    grown = [e for e in offsets if any(True for _ in leaves(e))]
+    grown += [n.extent for n in kernel.nodes() if n.op == "bound" and n.extent is not None]
+    return all(map(nonnegative, (*kernel.sizes, *grown, *(e for ix in indices for e in _factors(ix)))))
 
 
 def only_added(kernel: Kernel, symbols: Collection[int]) -> bool:

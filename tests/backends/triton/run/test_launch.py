@@ -192,21 +192,22 @@ def test_what_indices_are_subtracted_from_is_left_to_python(recorder: Recorder) 
     assert recorder.by_address == (native.extension() is not None)
 
 
-def test_every_position_of_a_long_sequence_is_learned(recorder: Recorder) -> None:
+@pytest.mark.parametrize("before", [0, 8], ids=["the element", "an element before it"])
+def test_every_position_of_a_long_sequence_is_learned(recorder: Recorder, before: int) -> None:
     p = symbol("p")
     b = Builder("write", p=[64], symbols={"p": 1000})
     x, out = b.input("x", "f32"), b.output("out", "f32")
     (i,) = b.axes
-    b.store(out, i + p * 64, b.load(x, i))
+    b.store(out, i + p * 64, b.load(x, i - before))
     run = launcher(b.build(), Config((Tile((0,), 64),), 0, False, 1, 4))
     recorder.types = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int32, ctypes.c_uint64]
     data = torch.randn(64), torch.empty(64)
-    for _ in range(2):
+    for fewest in (1190, 1200):
         recorder.by_address = 0
         for position in range(1200):
             run(data, (position,), ())
             assert recorder.launches.pop()[-1][2] == position
-    assert recorder.by_address == (1200 if native.extension() is not None else 0)
+        assert recorder.by_address >= (fewest if native.extension() is not None else 0)
 
 
 @pytest.mark.parametrize(
