@@ -426,7 +426,7 @@ class Number(int):
 
 @runtime_checkable
 class PoolingRecorder(Recorder, Protocol):
-    """A recorder of plans that communicate, whose pieces between collectives are recorded one by one. Since interface 1.8."""
+    """A recorder of plans in pieces: those between collectives, or between what cannot be recorded. Since interface 1.8."""
 
     def pool(self) -> Any:
         """Return memory for recordings that run in the order in which they were made, to be given to `record` as `shared`."""
