@@ -188,7 +188,7 @@ def _late(plan: Plan, apart: Set[int] = frozenset()) -> set[int]:
         keeps = communicates(i) or foreign(i) or says_it_draws(i)
         return not keeps and not any(overwritten & roots.get(r, {r}) for r in reads(i))
 
-    results = [r.id for r in plan.outputs if isinstance(r, Ref)]
+    results = [r.id for r in plan.outputs if isinstance(r, Ref) and r.id in roots]  # others are inputs, passed on
     late: set[int] = set()
     for v in dict.fromkeys(results):
         shared = any(roots[v] & roots[w] for w in results if w != v)
@@ -381,8 +381,9 @@ class Replayed(Recorded[_Recording]):
             return made
 
         if self._piecewise is not None:
-            constants = range(len(self.plan.inputs), len(given))
-            return self._in_pieces(self._piecewise().record(self.recorder, given, {*self.parts.fixed, *constants})), False
+            count = len(self.plan.inputs)
+            pieces = self._piecewise().record(self.recorder, given[:count], given[count:], self.parts.fixed)
+            return self._in_pieces(pieces), False
         warm = not self._once  # a warm-up runs the head, so skip it if that would write into inputs or draw
         if self._pieces is not None:
             kept, replay = self._pieces.record(self.recorder, given, shared=True)

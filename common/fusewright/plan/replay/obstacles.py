@@ -257,12 +257,15 @@ def _starts(target: str) -> bool:
 
 def _misplaced(i: Instruction, plan: Plan, roots: Mapping[int, set[int]]) -> str | None:
     """Why an instruction would read something else from a copy of an input: it depends on the input's storage offset."""
-    if isinstance(i, Launch):
-        counted = i.located
-    else:
-        counted = set(refs(i.args)) if isinstance(i, Call) and _given_offset(i) else set()
-    found = {r for v in counted for r in roots.get(v, {v})} & set(plan.inputs)
+    found = {r for v in located(i) for r in roots.get(v, {v})} & set(plan.inputs)
     return "it matters where an input begins in its storage" if found else None
+
+
+def located(i: Instruction) -> set[int]:
+    """Values of which it matters to an instruction where they begin in their storage."""
+    if isinstance(i, Launch):
+        return i.located
+    return set(refs(i.args)) if isinstance(i, Call) and _given_offset(i) else set()
 
 
 def _given_offset(call: Call) -> bool:

@@ -1,12 +1,13 @@
 """Recording of plans that hold what cannot be recorded: the pieces between are recorded, the rest is called.
 
 A cache that grows gives such a plan: concatenations and attention have other sizes at each call, and all else has fixed ones. What
-a recording keeps for what is called stays where it is; what is called gives the recorded pieces copies of what they read.
+a recording keeps for what is called stays where it is; what is called gives the recorded pieces copies of what they read, and reads
+none of those itself: a view of a copy would change at the next call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -17,12 +18,13 @@ from fusewright.plan.execute import codegen
 from fusewright.plan.ir import Call, Instruction, Launch, Ref, Run, reads
 from fusewright.plan.memory import roots_of, storage_bytes
 from fusewright.plan.replay.copies import Call as Replay
-from fusewright.plan.replay.copies import copier_out
+from fusewright.plan.replay.copies import copier_out, flat
 from fusewright.plan.replay.obstacles import (
     communicates,
     devices,
     draws,
     host_scalars,
+    located,
     names_sizes,
     result_obstacle,
     unrecordable,
@@ -80,16 +82,21 @@ class _Division:
         self.groups = list(_sharing(plan))
         self.overwritten = {v for i in plan.instructions for v in _written(i)}
         self.overwritten |= {v for group in self.groups if group & self.overwritten for v in group}
-        roots = roots_of(plan.instructions)
-        found = {k for k, i in enumerate(plan.instructions) if not self._recordable(i, roots)}
-        while more := self._drawn_in(found) - found:
+        self.roots = roots_of(plan.instructions)
+        found = {k for k, i in enumerate(plan.instructions) if not self._recordable(i)}
+        while more := (self._drawn_in(found) | self._short(found)) - found:
             found |= more
         self.called = frozenset(found)
 
-    def _recordable(self, i: Instruction, roots: Mapping[int, set[int]]) -> bool:
+    def _short(self, found: Set[int]) -> set[int]:
+        """The instructions between those `found` that are too few to be recorded."""
+        short = {id(i) for kept, run in runs_of(self.plan, among(self.plan, found)) if not kept for i in run}
+        return {k for k, i in enumerate(self.plan.instructions) if id(i) in short}
+
+    def _recordable(self, i: Instruction) -> bool:
         large = any(r.id in i.outs and self._bytes(r.id) > MOST_RETURNED for r in self.plan.outputs if isinstance(r, Ref))
         known = all(map(self._known, (*reads(i), *i.outs)))
-        return known and not large and not names_sizes(i) and unrecordable(i, self.plan, roots) is None
+        return known and not large and not names_sizes(i) and unrecordable(i, self.plan, self.roots) is None
 
     def _known(self, v: int) -> bool:
         """Whether a value has one type, shape and device in all calls."""
@@ -104,7 +111,7 @@ class _Division:
         """The instructions to be called because those `found` are."""
         more = set()
         for k, i in enumerate(self.plan.instructions):
-            if k not in found and not all(map(self._crosses, self._outside(i, found))):
+            if k not in found and (self._displaced(i, found) or not all(map(self._crosses, self._outside(i, found)))):
                 more.add(k)
         results = {r.id for r in self.plan.outputs if isinstance(r, Ref)}
         for group in self.groups:  # one memory for all that is returned or written
@@ -113,6 +120,10 @@ class _Division:
             if users & found and (group & results or group & self.overwritten):
                 more |= users
         return more
+
+    def _displaced(self, i: Instruction, found: Set[int]) -> bool:
+        """Whether a copy of what is called makes would begin elsewhere in its storage, where that matters."""
+        return any(self.maker.get(r) in found for v in located(i) for r in self.roots.get(v, {v}))
 
     def _outside(self, i: Instruction, found: Set[int]) -> Iterator[int]:
         """What an instruction reads of what the call is given and what is called makes."""
@@ -173,28 +184,29 @@ class Piecewise:
         pieces = PIECES(plan, {h: code.kernel for h, code in kernels.items()}, among(plan, positions))
         self._pieces = [(piece, codegen.load(piece.plan, kernels)) for piece in pieces]
 
-    def record(self, recorder: Recorder, given: Sequence[Any], fixed: Set[int]) -> Replay:
-        """Record for the inputs `given`, of which all replays read those at the places `fixed` where they are. Nothing runs. Raise
-        `RuntimeError` when something cannot be recorded."""
-        plan = self._plan
-        memory = {v: given[k] for k, v in enumerate(plan.inputs) if k in fixed}
-        places = {v: k for k, v in enumerate(plan.inputs) if k not in fixed}
+    def record(self, recorder: Recorder, given: Sequence[Any], constants: Sequence[Any], fixed: Collection[int]) -> Replay:
+        """Record for the arguments `given`, of which all replays read those at the places `fixed` where they are, and constants
+        prepared for them. Nothing runs. Raise `RuntimeError` when something cannot be recorded."""
+        inputs, specs = self._plan.inputs[: len(given)], self._plan.specs
+        memory = dict(zip(self._plan.inputs[len(given) :], constants, strict=True))
+        values = dict(zip(inputs, given, strict=True))
+        read = {inputs[k]: given[k] for k in fixed}
         steps: list[Callable[[Live], None]] = []
         for piece, run in self._pieces:
             if not piece.recorded:
                 steps.append(_called(piece, run, memory))
                 continue
-            fills = [v for v in piece.plan.inputs if v not in memory]
-            if any(lazy(given[places[v]]) for v in fills if v in places):
+            fills = [v for v in piece.plan.inputs if v not in memory and v not in read]
+            if any(lazy(values.get(v)) for v in fills):
                 raise RuntimeError("the memory of an input is not its value")
-            memory.update((v, buffer_of(plan.specs[v])) for v in fills)
-            steps.append(_recorded(recorder, piece, run, memory, fills))
-        results = [r.id for r in plan.outputs]
+            read.update((v, buffer_of(specs[v])) for v in fills)
+            steps.append(_recorded(recorder, piece, run, memory, read, fills))
+        results = [r.id for r in self._plan.outputs]
         kept = [v for v in results if v in memory]
         copy_out = copier_out([memory[v] for v in kept])
 
         def call(args: list[Any]) -> list[Any]:
-            live = {v: args[k] for v, k in places.items()}
+            live = dict(zip(inputs, args, strict=True))
             for step in steps:
                 step(live)
             live.update(zip(kept, copy_out(), strict=True))
@@ -205,11 +217,10 @@ class Piecewise:
 
 def _called(piece: Piece, run: Run, memory: Mapping[int, Any]) -> Callable[[Live], None]:
     """Return a function that calls a piece, which reads what a recording made where it lies."""
-    inputs, outs = piece.plan.inputs, piece.outs
-    kept = {v: memory[v] for v in inputs if v in memory}
+    arguments, outs = _arguments(piece, memory), piece.outs
 
     def step(live: Live) -> None:
-        args = [kept[v] if v in kept else live[v] for v in inputs]
+        args = arguments(live)
         for v in piece.last:
             live.pop(v, None)  # so that its memory can be used again
         live.update(zip(outs, run(args), strict=True))
@@ -217,15 +228,25 @@ def _called(piece: Piece, run: Run, memory: Mapping[int, Any]) -> Callable[[Live
     return step
 
 
-def _recorded(
-    recorder: Recorder, piece: Piece, run: Run, memory: dict[int, Any], fills: Sequence[int]
-) -> Callable[[Live], None]:
-    """Record a piece, add what it makes to `memory`, and return a function that copies `fills` into there and replays it."""
-    args, buffers = [memory[v] for v in piece.plan.inputs], [memory[v] for v in fills]
+def _arguments(piece: Piece, memory: Mapping[int, Any]) -> Callable[[Live], list[Any]]:
+    """Return a function that gives a piece its inputs, of a call or from the `memory` of a recording. This keeps no argument of the
+    call that was recorded: a weight that was replaced is freed, and writes are counted by the tensors that are given."""
+    inputs = piece.plan.inputs
+    kept = {v: memory[v] for v in inputs if v in memory}
+    return lambda live: [kept[v] if v in kept else live[v] for v in inputs]
 
-    def again() -> Sequence[torch.Tensor]:
-        made: Sequence[torch.Tensor] = run(list(args))
-        return made
+
+def _recorded(
+    recorder: Recorder, piece: Piece, run: Run, memory: dict[int, Any], read: Mapping[int, Any], fills: Sequence[int]
+) -> Callable[[Live], None]:
+    """Record a piece, which also reads what a call is given, or copies of that, in `read`. Add what it makes to `memory`, and
+    return a function that copies `fills` to there and replays it."""
+    given, buffers = {v: read[v] for v in piece.plan.inputs if v in read}, [read[v] for v in fills]
+    arguments = _arguments(piece, memory)
+
+    def made() -> Sequence[torch.Tensor]:
+        results: Sequence[torch.Tensor] = run(arguments(given))
+        return results
 
     def fill(live: Live) -> None:
         for buffer, v in zip(buffers, fills, strict=True):
@@ -233,9 +254,9 @@ def _recorded(
 
     copying = None
     if isinstance(recorder, CopyingRecorder):
-        copying = recorder.record_with_copies(again, False, True, dict(enumerate(buffers)), lambda results: ())
+        copying = recorder.record_with_copies(made, False, True, dict(enumerate(buffers)), lambda results: ())
     if copying is None:
-        results, replay = recorder.record(again, warm=False)
+        results, replay = recorder.record(made, warm=False)
 
         def step(live: Live) -> None:
             fill(live)
@@ -247,8 +268,9 @@ def _recorded(
         def step(live: Live) -> None:
             if with_copies([live[v] for v in fills]) is None:  # the driver refuses
                 fill(live)
-                for old, new in zip(results, again(), strict=True):
-                    old.copy_(new)
+                for old, new in zip(results, run(arguments(live)), strict=True):
+                    if old.data_ptr() != new.data_ptr():  # else it is a view of what is read in place
+                        flat(old).copy_(flat(new))
 
     memory.update(zip(piece.outs, results, strict=True))
     return step

@@ -108,3 +108,76 @@ def test_a_driver_that_refuses_a_piece_has_it_run_by_hand() -> None:
     recorder.refuses = True
     growing(recorder)
     assert recorder.recorded and not recorder.replays
+
+
+def same_as_eager(fn: Callable[..., Any], recorder: Recorder, *others: Tensor, calls: int = 7) -> None:
+    """Compare calls with caches of several lengths, also results that were returned earlier, and see that something was replayed in
+    pieces."""
+    returned = []
+    with recording() as reports:
+        fast = compiled(fn, recorder)
+        for n in range(6, 6 + calls):
+            args = torch.randn(1, 8), torch.randn(n, 8), *others
+            returned.append((fast(*args), fn(*args)))
+    for ours, theirs in returned:
+        torch.testing.assert_close(ours, theirs)
+    done, _, every = (reports[-1].replay or "").removeprefix("replayed, ").split()[:3]
+    assert int(done) < int(every)
+    assert recorder.replays or getattr(recorder, "refuses", False)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", [Recorder, Copying])
+def test_a_view_of_what_a_recorded_piece_has_a_copy_of_is_not_overwritten(kind: type[Recorder]) -> None:
+    def f(x: Tensor, past: Tensor, w: Tensor) -> Any:
+        mean = past.mean(0)
+        y = (((w * mean) @ w) @ w) @ w
+        z = torch.cat([past, y])
+        return mean.view(2, 4), z, mean
+
+    same_as_eager(f, kind(), torch.randn(8, 8) / 3)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", [Recorder, Copying])
+def test_a_view_of_a_recorded_result_that_is_made_in_a_short_run_is_not_overwritten(kind: type[Recorder]) -> None:
+    def f(x: Tensor, past: Tensor, w: Tensor) -> Any:
+        a = (((x @ w) @ w) @ w) @ w
+        scores = a @ past.t()
+        b = a.as_strided((4, 2), (1, 4))
+        return b, a @ w, torch.cat([past, scores.softmax(-1) @ past]), ((x @ w).sin() @ w) @ w
+
+    same_as_eager(f, kind(), torch.randn(8, 8) / 3)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", [Recorder, Copying])
+def test_what_reads_at_a_place_in_the_storage_of_a_called_view_is_called(kind: type[Recorder]) -> None:
+    def f(x: Tensor, past: Tensor, w: Tensor) -> Any:
+        last = (past * 2)[2:4]
+        moved = torch.as_strided(last, (1, 8), (8, 1), 8)  # the second row of what `last` is a view of
+        return ((moved @ w) @ w) @ w + x, torch.cat([past, x])
+
+    same_as_eager(f, kind(), torch.randn(8, 8) / 3)
+
+
+@torch.no_grad()
+def test_an_expanded_value_of_a_piece_that_the_driver_refuses() -> None:
+    def f(x: Tensor, past: Tensor, w: Tensor) -> Any:
+        row = ((x @ w) @ w) @ w
+        return (row.expand(4, 8) @ past.t()).softmax(-1) @ past, torch.cat([past, row])
+
+    recorder = Copying()
+    recorder.refuses = True
+    same_as_eager(f, recorder, torch.randn(8, 8) / 3)
+
+
+@torch.no_grad()
+def test_a_number_that_is_returned_beside_a_recording() -> None:
+    def f(x: Tensor, past: Tensor, w: Tensor) -> Any:
+        return ((x @ w) @ w) @ w, past.shape[0], (x @ w).sin() @ w
+
+    fast, w = compiled(f, test_inference.Recorder()), torch.randn(8, 8)
+    for n in range(4, 9):
+        x, past = torch.randn(1, 8), torch.randn(n, 8)
+        torch.testing.assert_close(fast(x, past, w), f(x, past, w))
