@@ -10,7 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fusewright.interface import TensorSpec
+from fusewright.plan.build import Plan
+from fusewright.plan.ir import Call, Ref
 from fusewright.plan.replay.copies import flat
+from fusewright.plan.replay.piecewise import Piecewise
 from fusewright.report import recording
 from tests.unit.plan.replay import test_inference
 from tests.unit.plan.replay.test_inference import compiled
@@ -129,13 +133,16 @@ def same_as_eager(fn: Callable[..., Any], recorder: Recorder, *others: Tensor, c
 @torch.no_grad()
 @pytest.mark.parametrize("kind", [Recorder, Copying])
 def test_a_view_of_what_a_recorded_piece_has_a_copy_of_is_not_overwritten(kind: type[Recorder]) -> None:
-    def f(x: Tensor, past: Tensor, w: Tensor) -> Any:
-        mean = past.mean(0)
-        y = (((w * mean) @ w) @ w) @ w
-        z = torch.cat([past, y])
-        return mean.view(2, 4), z, mean
-
-    same_as_eager(f, kind(), torch.randn(8, 8) / 3)
+    chain = [Call(f"aten::{name}.default", (Ref(k),), (k + 1,)) for k, name in enumerate(("exp", "sin", "cos", "tanh"), 1)]
+    view = Call("aten::view.default", (Ref(2), (2, 4)), (6,))
+    specs = dict.fromkeys(range(1, 6), TensorSpec((8,), (1,), torch.float32)) | {6: TensorSpec((2, 4), (4, 1), torch.float32)}
+    plan = Plan((1,), (Ref(6), Ref(5)), [*chain, view], [], (), (), specs)
+    call = Piecewise(plan, {}, {0, 4}).record(kind(), [torch.randn(8)], (), ())
+    given = [torch.randn(8) for _ in range(3)]
+    made = [call([x]) for x in given]
+    for x, (first, last) in zip(given, made, strict=True):
+        torch.testing.assert_close(first, x.exp().view(2, 4))
+        torch.testing.assert_close(last, x.exp().sin().cos().tanh())
 
 
 @torch.no_grad()
