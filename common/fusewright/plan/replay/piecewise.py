@@ -7,6 +7,7 @@ none of those itself: a view of a copy would change at the next call.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from typing import Any
 
@@ -79,8 +80,13 @@ class _Division:
         self.home, self.host = devices(plan, device), host_scalars(plan)
         self.fixed = {v for v in plan.inputs if v in plan.specs and plan.specs[v].const} | written_inputs(plan)
         self.maker = {o: k for k, i in enumerate(plan.instructions) for o in i.outs}
+        self.results = {r.id for r in plan.outputs if isinstance(r, Ref)}
         self.groups = list(_sharing(plan))
-        self.overwritten = {v for i in plan.instructions for v in _written(i)}
+        self.writers = defaultdict[int, set[int]](set)
+        for k, i in enumerate(plan.instructions):
+            for v in _written(i):
+                self.writers[v].add(k)
+        self.overwritten = set(self.writers)
         self.overwritten |= {v for group in self.groups if group & self.overwritten for v in group}
         self.roots = roots_of(plan.instructions)
         found = {k for k, i in enumerate(plan.instructions) if not self._recordable(i)}
@@ -94,7 +100,7 @@ class _Division:
         return {k for k, i in enumerate(self.plan.instructions) if id(i) in short}
 
     def _recordable(self, i: Instruction) -> bool:
-        large = any(r.id in i.outs and self._bytes(r.id) > MOST_RETURNED for r in self.plan.outputs if isinstance(r, Ref))
+        large = any(self._bytes(v) > MOST_RETURNED for v in self.results.intersection(i.outs))
         known = all(map(self._known, (*reads(i), *i.outs)))
         return known and not large and not names_sizes(i) and unrecordable(i, self.plan, self.roots) is None
 
@@ -113,11 +119,9 @@ class _Division:
         for k, i in enumerate(self.plan.instructions):
             if k not in found and (self._displaced(i, found) or not all(map(self._crosses, self._outside(i, found)))):
                 more.add(k)
-        results = {r.id for r in self.plan.outputs if isinstance(r, Ref)}
         for group in self.groups:  # one memory for all that is returned or written
-            users = {self.maker[v] for v in group if v in self.maker}
-            users |= {k for k, i in enumerate(self.plan.instructions) if group & _written(i)}
-            if users & found and (group & results or group & self.overwritten):
+            users = {self.maker[v] for v in group if v in self.maker}.union(*(self.writers[v] for v in group if v in self.writers))
+            if users & found and (group & self.results or group & self.overwritten):
                 more |= users
         return more
 
@@ -152,9 +156,11 @@ def _written(i: Instruction) -> set[int]:
 def _sharing(plan: Plan) -> Iterator[set[int]]:
     """Yield sets of tensors that may share memory."""
     group: dict[int, set[int]] = {}
+    numbers = {o for i in plan.instructions if isinstance(i, Call) and i.target.startswith("py::") for o in i.outs}
+    numbers |= set(plan.inputs) - plan.specs.keys()
     for i in plan.instructions:
         for o in i.outs:
-            sources = (v for v in shared_by(i) if v in plan.specs)
+            sources = (v for v in shared_by(i) if v not in numbers)
             written = (v for v, made in i.written.items() if made == o) if isinstance(i, Launch) else ()
             merged = {o}.union(*(group.get(v, {v}) for v in (*sources, *written)), group.get(o, ()))
             group.update(dict.fromkeys(merged, merged))
