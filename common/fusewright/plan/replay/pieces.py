@@ -7,7 +7,7 @@ same calls in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -43,8 +43,13 @@ class Piece:
 
 def pieces_of(plan: Plan, called: Callable[[Instruction], bool] = communicates) -> tuple[Piece, ...]:
     """Split a plan before and after what is `called`: collectives by default. Short runs between are called as well."""
-    runs = runs_of(plan, called)
-    return tuple(_piece(plan, [run for _, run in runs], k, recorded) for k, (recorded, _) in enumerate(runs))
+    sizes, later = defined_sizes(plan), {r.id for r in plan.outputs if isinstance(r, Ref)}
+    found = []
+    for kept, run in reversed(runs_of(plan, called)):
+        read = _read(plan, run, sizes)
+        found.append(_piece(plan, run, kept, read, later))
+        later = later | read
+    return tuple(found[::-1])
 
 
 def runs_of(plan: Plan, called: Callable[[Instruction], bool]) -> list[tuple[bool, list[Instruction]]]:
@@ -54,12 +59,10 @@ def runs_of(plan: Plan, called: Callable[[Instruction], bool]) -> list[tuple[boo
     return [(recorded, [i for _, run in parts for i in run]) for recorded, parts in kinds]
 
 
-def _piece(plan: Plan, runs: Sequence[Sequence[Instruction]], k: int, recorded: bool) -> Piece:
-    run = runs[k]
+def _piece(plan: Plan, run: Sequence[Instruction], recorded: bool, read: Set[int], later: Set[int]) -> Piece:
+    """A run as a piece, given what it reads and what is read later."""
     made = {o for i in run for o in i.outs}
-    inputs = tuple(sorted(_read(plan, run) - made - set(plan.attributes)))
-    later = {r for other in runs[k + 1 :] for r in _read(plan, other)}
-    later |= {r.id for r in plan.outputs if isinstance(r, Ref)}
+    inputs = tuple(sorted(read - made - plan.attributes.keys()))
     part = replace(
         plan, inputs=inputs, outputs=tuple(map(Ref, sorted(made & later))), instructions=list(run),
         prepare=[], prepare_inputs=(), prepare_outputs=(),
@@ -67,10 +70,10 @@ def _piece(plan: Plan, runs: Sequence[Sequence[Instruction]], k: int, recorded: 
     return Piece(part, recorded, frozenset(inputs) - later)
 
 
-def _read(plan: Plan, run: Sequence[Instruction]) -> set[int]:
+def _read(plan: Plan, run: Sequence[Instruction], sizes: Mapping[str, int]) -> set[int]:
     """What a run reads, and the inputs that define the size symbols which it names."""
     named = {n for i in run for n in named_sizes(i, plan.specs)}
-    return {r for i in run for r in reads(i)}.union(map(defined_sizes(plan).__getitem__, named) if named else ())
+    return {r for i in run for r in reads(i)}.union(map(sizes.__getitem__, named))
 
 
 def named_sizes(i: Instruction, specs: Mapping[int, TensorSpec]) -> set[str]:
