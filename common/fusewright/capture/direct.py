@@ -269,6 +269,8 @@ class _Recorder(Interpreter):
             raise UnsupportedCapture(f"the graph calls {func}")
         if compat.depends_on_data(func, args):
             raise UnsupportedCapture(f"what {func} gives depends on data")
+        if ops.writes_statistics(func, args, kwargs):
+            raise UnsupportedCapture(f"{func} writes running statistics")
         if func is torch.ops.aten.as_strided_.default:
             return self._restrided(*args, **kwargs)
         if func is torch.ops.aten.lift_fresh.default and not compat.is_fake(args[0]):  # torch.tensor of literals

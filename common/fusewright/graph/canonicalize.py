@@ -20,6 +20,9 @@ from fusewright.ops.core import unbind
 from fusewright.ops.states import stated
 from fusewright.ops.strides import RULES
 
+_LIBRARY_NORMS = (torch.ops.aten.cudnn_batch_norm.default, torch.ops.aten.miopen_batch_norm.default)
+"""Their arguments are those of `native_batch_norm`, in the same order."""
+
 
 def canonicalize(graph: Graph) -> list[str]:
     """Rewrite `graph` in place; nodes outside the opset stay as opaque ATen nodes.
@@ -35,6 +38,7 @@ def canonicalize(graph: Graph) -> list[str]:
     size_fills(graph)
     number_fills(graph)
     _integer_products(graph)
+    _library_norms(graph)
     for node in graph.nodes:
         if node.op != "call_function" or not compat.is_overload(node.target):
             continue
@@ -129,6 +133,20 @@ def _refusal(node: Node) -> str | None:
     """Why eager refuses the call, or None; a refused call is left as it is."""
     args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), retrace.value_of)
     return refusal(node.target, args, kwargs, node.meta.get("val"))
+
+
+def _library_norms(graph: Graph) -> None:
+    """Make a library's batch norm, as the direct capture of fp32 on GPUs records it, the operator that stands for all."""
+    for node in list(graph.nodes):
+        if node.target not in _LIBRARY_NORMS or ops.writes_statistics(node.target, node.args, node.kwargs):
+            continue
+        bound = ops.bind(ops.params_of(node.target), node.args, node.kwargs)
+        common = 3 if bound["training"] else 1  # in inference libraries return no statistics
+        if all(u.target is operator.getitem and u.args[1] < common for u in node.users if u.users):
+            for user in [u for u in node.users if not u.users]:
+                graph.erase_node(user)
+            node.target, node.args, node.kwargs = torch.ops.aten.native_batch_norm.default, tuple(bound.values()), {}
+            node.meta["val"] = node.meta["val"][:common] + retrace.infer(node)[common:]
 
 
 def _integer_products(graph: Graph) -> None:

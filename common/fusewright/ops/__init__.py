@@ -46,6 +46,7 @@ __all__ = [
     "is_view",
     "row_of",
     "saved_dtypes",
+    "writes_statistics",
 ]
 
 ROWS: tuple[Op, ...] = (
@@ -161,6 +162,23 @@ def is_view(target: Overload) -> bool:
 def is_mutating(target: Overload) -> bool:
     """Whether the call writes to one of its arguments (by the schema)."""
     return bool(target._schema.is_mutable)
+
+
+_STATISTICS = {
+    "aten::native_batch_norm": "training", "aten::cudnn_batch_norm": "training", "aten::miopen_batch_norm": "training",
+    "aten::batch_norm_update_stats": "", "aten::batch_norm_gather_stats": "", "aten::batch_norm_gather_stats_with_counts": "",
+}  # fmt: skip
+"""Operators that write running statistics, which their schemas do not say, and the argument that turns this on."""
+
+
+def writes_statistics(target: Overload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call writes the running statistics of a batch norm in place though `is_mutating` does not know it."""
+    switch = _STATISTICS.get(_key(target))
+    if switch is None:
+        return False
+    bound = bind(params_of(target), args, kwargs)
+    given = bound["running_mean"] is not None or bound["running_var"] is not None
+    return given and (not switch or bool(bound[switch]))
 
 
 def is_random(target: Overload) -> bool:
