@@ -20,8 +20,7 @@ from fusewright.ops.core import unbind
 from fusewright.ops.states import stated
 from fusewright.ops.strides import RULES
 
-_LIBRARY_NORMS = (torch.ops.aten.cudnn_batch_norm.default, torch.ops.aten.miopen_batch_norm.default)
-"""Their arguments are those of `native_batch_norm`, in the same order."""
+_BATCH_NORM = torch.ops.aten.native_batch_norm.default
 
 
 def canonicalize(graph: Graph) -> list[str]:
@@ -138,14 +137,16 @@ def _refusal(node: Node) -> str | None:
 def _library_norms(graph: Graph) -> None:
     """Make a library's batch norm, as the direct capture of fp32 on GPUs records it, the operator that stands for all."""
     for node in list(graph.nodes):
-        if node.target not in _LIBRARY_NORMS or ops.writes_statistics(node.target, node.args, node.kwargs):
+        if not compat.is_overload(node.target) or not ops.is_batch_norm(node.target) or node.target is _BATCH_NORM:
+            continue
+        if ops.writes_statistics(node.target, node.args, node.kwargs):
             continue
         bound = ops.bind(ops.params_of(node.target), node.args, node.kwargs)
         common = 3 if bound["training"] else 1  # in inference libraries return no statistics
         if all(u.target is operator.getitem and u.args[1] < common for u in node.users if u.users):
             for user in [u for u in node.users if not u.users]:
                 graph.erase_node(user)
-            node.target, node.args, node.kwargs = torch.ops.aten.native_batch_norm.default, tuple(bound.values()), {}
+            node.target, node.args, node.kwargs = _BATCH_NORM, tuple(bound.values()), {}
             node.meta["val"] = node.meta["val"][:common] + retrace.infer(node)[common:]
 
 

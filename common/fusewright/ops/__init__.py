@@ -41,6 +41,7 @@ __all__ = [
     "canonical",
     "draws",
     "find",
+    "is_batch_norm",
     "is_mutating",
     "is_random",
     "is_view",
@@ -164,21 +165,23 @@ def is_mutating(target: Overload) -> bool:
     return bool(target._schema.is_mutable)
 
 
-_STATISTICS = {
-    "aten::native_batch_norm": "training", "aten::cudnn_batch_norm": "training", "aten::miopen_batch_norm": "training",
-    "aten::batch_norm_update_stats": "", "aten::batch_norm_gather_stats": "", "aten::batch_norm_gather_stats_with_counts": "",
-}  # fmt: skip
-"""Operators that write running statistics, which their schemas do not say, and the argument that turns this on."""
+_GATHERS = ("aten::batch_norm_update_stats", "aten::batch_norm_gather_stats", "aten::batch_norm_gather_stats_with_counts")
+"""Operators that update running statistics, which their schemas do not say."""
+
+
+def is_batch_norm(target: Overload) -> bool:
+    """Whether this is torch's own batch norm or that of a library, whose arguments are the same and in the same order."""
+    named = _key(target).startswith("aten::") and _key(target).endswith("_batch_norm")
+    return named and target._schema.arguments[-3].name == "training"
 
 
 def writes_statistics(target: Overload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call writes the running statistics of a batch norm in place though `is_mutating` does not know it."""
-    switch = _STATISTICS.get(_key(target))
-    if switch is None:
+    """Whether a call writes the running statistics of a batch norm in place, which `is_mutating` does not know."""
+    if not is_batch_norm(target) and _key(target) not in _GATHERS:
         return False
     bound = bind(params_of(target), args, kwargs)
     given = bound["running_mean"] is not None or bound["running_var"] is not None
-    return given and (not switch or bool(bound[switch]))
+    return given and bool(bound.get("training", True))
 
 
 def is_random(target: Overload) -> bool:
