@@ -6,6 +6,7 @@ import torch
 
 from fusewright.toolkit.backend.library import LoweringTable
 from fusewright_triton.select import (
+    conv_layouts,
     convolutions,
     depthwise,
     few_channels,
@@ -43,7 +44,6 @@ for table in (LOWERINGS, CUDNN):
     table.add(*gathers.OPS, dtypes=FLOATS, when=gathers.reason)(by_rows(gathers.ROWS))
     table.add(*gathers.REDUCTIONS, dtypes=FLOATS, when=gathers.reduced_reason)(by_rows(gathers.REDUCED))
 CUDNN.add("sdpa", dtypes=products.HALF, dynamic=True, when=varying.reason)(by_rows(varying.ROWS))
-# In fp32 cuDNN's channels-last kernels round to TF32 where its others do not: 20 to 80 times eager's error on ViT and Swin.
 CUDNN.add("conv", dtypes=products.HALF, when=depthwise.reason)(by_rows(depthwise.ROWS))
 CUDNN.add("conv", dtypes=products.HALF, when=convolutions.reason)(
     by_rows((*few_channels.ROWS, *grouped.ROWS, *more_channels.ROWS, *convolutions.ROWS))
@@ -55,6 +55,7 @@ CUDNN.add("conv_backward", dtypes=products.HALF, when=convolutions.patches_backw
 CUDNN.add("conv_backward", dtypes=products.HALF, when=more_channels.backward_reason)(
     by_rows((more_channels.BACKWARD, convolutions.BACKWARD))
 )
+CUDNN.add("conv", dtypes=(torch.float32,), when=convolutions.reason)(by_rows(conv_layouts.ROWS))
 for table in (LOWERINGS, CUDNN):
     table.add("conv", dtypes=FLOATS, dynamic=True, when=convolutions.bias_reason)(by_rows((convolutions.BIAS,)))
     table.add("conv_backward", dtypes=FLOATS, dynamic=True, when=convolutions.backward_reason)(by_rows((convolutions.BACKWARD,)))

@@ -147,14 +147,14 @@ def _shortcut(other: Value, c: Calls) -> Match | None:
 
 def _with_shortcut(m: Match, ops: tuple[OpView, ...], c: Calls) -> tuple[Claim, ...]:
     s = m["shortcut"]
-    return () if s is None else (Claim(s.ops, s.last, partial(_write, s), _note(s), rules=(SHORTCUT,)),)
+    return () if s is None else (Claim(s.ops, s.last, partial(write, s), _note(s), rules=(SHORTCUT,)),)
 
 
 def _note(m: Match) -> str:
     return " + ".join(["convolution, channels-last", *(op.op for op in m.ops[1:])])
 
 
-def _write(m: Match, c: Calls) -> None:
+def write(m: Match, c: Calls) -> None:
     """Emit calls whose last one makes `m.out`, channels-last."""
     op, b = m.anchor, c.b
     stride = channels_last_strides(spec_of(m.out).shape)  # type: ignore[arg-type]
@@ -469,15 +469,15 @@ ROWS = (
     Row("triton.conv.patches", chain("conv"), when=_cuts, write=_product, note="convolution of patches as a product"),
     Row(
         "triton.conv.residual", chain("conv", NORM, one("add", _added, "add"), one("relu", capture="relu")),
-        when=_fusible, extend=_with_other, also=_with_shortcut, write=_write, note=_note,
+        when=_fusible, extend=_with_other, also=_with_shortcut, write=write, note=_note,
     ),
     Row(
         "triton.conv.activation", chain("conv", NORM, one(epilogues.ACTIVATIONS - {"relu"})),
         extend=_activated, pays=_activation_pays, write=_product_with_activation,
         note=lambda m: f"convolution as a product with {m.last.op}",
     ),
-    Row("triton.conv.relu", chain("conv", NORM, one("relu", capture="relu")), when=_fusible, write=_write, note=_note),
-    Row("triton.conv.alone", chain("conv"), when=laid, write=_write, note=_note),
+    Row("triton.conv.relu", chain("conv", NORM, one("relu", capture="relu")), when=_fusible, write=write, note=_note),
+    Row("triton.conv.alone", chain("conv"), when=laid, write=write, note=_note),
     BIAS,
 )  # fmt: skip
 """Rows of convolutions, in matching order: those that `cudnn_convolution_relu` and its like take come first."""
