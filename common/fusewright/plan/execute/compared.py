@@ -3,10 +3,10 @@
 Callers always get the plan's results until a verdict: eager runs in addition, as a shadow (`shadow.py`) whose results are
 dropped. Shadows are stopped after STOPPED times the plan's time, and spread so that their time, with that of comparing whole
 calls (`turns.py`), is at most one in SHARE of the plan's. A pair is the time of a shadow and of the plan's call after it, which
-favours the plan: its inputs are then in the cache. The plan stays after WINS pairs in which it is not slower, and eager replaces
-it after LOSSES in which it is. What a shadow runs for the first time warms up, and is no pair: if it is stopped there, the next
-one comes further. Forward and backward have one verdict, because kernels of one half rely on the layout of what the other half
-hands over; a shadow of each makes a pair.
+favours the plan: its inputs are then in the cache. The plan stays after WINS pairs in which it is not slower, unless its best call
+is; eager replaces it after LOSSES pairs in which it is. What a shadow runs for the first time warms up, and is no pair: if it is
+stopped there, the next one comes further. Forward and backward have one verdict, because kernels of one half rely on the layout
+of what the other half hands over; a shadow of each makes a pair.
 """
 
 from __future__ import annotations
@@ -170,13 +170,15 @@ class Trial:
         slower = pair.plan > SLOWER * pair.eager
         self.won += not slower
         self.lost += slower and not pair.stopped  # one that was stopped in a call that is slow anyway tells nothing
-        if self.won >= WINS:
+        # Noise only adds time, to pairs of either outcome: eager's best of a few must have the same.
+        best = sum(t.best for t in self.times.values()) if self.alike else math.inf
+        behind = min(self.plan, best) > SLOWER * self.eager
+        if self.won >= WINS and not behind:
             self.verdict, self.sure = "plan", True
         elif self.lost >= LOSSES:
-            # Noise only adds time, so the plan's best of many calls must be slower than eager's of a few.
-            best = sum(t.best for t in self.times.values()) if self.alike else math.inf
-            self.sure = min(self.plan, best) > SLOWER * self.eager
-            self.verdict = "eager" if self.sure else "plan"
+            self.verdict, self.sure = "eager" if behind else "plan", behind
+        elif self.won >= LOSSES:
+            self.verdict = "plan"
 
     def end(self) -> None:
         """Keep the plan, though it is not known to be faster."""

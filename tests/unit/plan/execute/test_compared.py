@@ -148,6 +148,24 @@ def test_a_plan_whose_best_call_is_as_fast_as_eager_stays(world: World) -> None:
     assert verdict(c) == "plan" and not trial.sure
 
 
+def test_disturbed_calls_of_eager_do_not_keep_a_slower_plan(world: World) -> None:
+    """Two of six pairs find the plan no slower, one of them because eager was stopped."""
+    c = comparison()
+    run = world.graph(c, plan=[1.2], eager=[1.0, 1.4, 1.0, 1.0, 2.0, 1.0, 1.0, 1.0])
+    ways = [run([1]) for _ in range(300)]
+    assert ways[-1] == "eager" and verdict(c) == "eager" and c._trials[()].sure
+
+
+def test_a_plan_that_wins_but_has_no_call_as_fast_as_eager_stays_for_this_process(world: World) -> None:
+    trial = compared.Trial()
+    trial.times["infer"].add(1.2)
+    trial.add(compared.Pair(eager=1.0, plan=1.2, cost=1.0))
+    for _ in range(LOSSES):
+        assert trial.verdict is None
+        trial.add(compared.Pair(eager=1.3, plan=1.2, cost=1.3))
+    assert trial.verdict == "plan" and not trial.sure
+
+
 def test_eager_that_was_stopped_in_a_slow_call_tells_nothing(world: World) -> None:
     trial = compared.Trial()
     trial.times["infer"].add(1.0)
