@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 from torch.fx import Node
 
@@ -14,7 +14,7 @@ from fusewright.graph.spec import value_of
 from fusewright.graph.view import is_projection
 from fusewright.rewrite import empty
 from fusewright.rewrite.engine import ANY, READER, Env, Rewriter, Rule, is_call, p
-from fusewright.rewrite.loops.filled import copied, copies_into_piece
+from fusewright.rewrite.loops.filled import Write, copied, copies_into_piece, place
 from fusewright.storage import lazy
 
 
@@ -192,6 +192,27 @@ def _replaces(r: Rewriter, node: Node, env: Env) -> Node | None:
     return copied(r, node)
 
 
+def _read(r: Rewriter, node: Node, env: Env) -> Node | None:
+    """Look for a piece before the writes that leave it alone. The gradient of rows that a loop writes is read between writes of
+    zeros to each row, all of which nobody reads then."""
+    piece, x = place(node), env["x"]
+    if piece is None or node in r.exposed or r.has_writes or not is_call(x, *_SCATTERS):
+        return None
+    found, written = x, place(x)
+    while written is not None and written.dim == piece.dim and (written.end <= piece.start or piece.end <= written.start):
+        found = written.before
+        written = place(found) if is_call(found, *_SCATTERS) else None
+    if written is not None and _of(written) == _of(piece) and _same_layout(value := written.node.args[1], node):  # type: ignore[arg-type]
+        return cast("Node", value)
+    if found is x or not _same_layout(found, x):
+        return None
+    return r.call(READER.name(node), (found, *node.args[1:]), like=node, kwargs=dict(node.kwargs))
+
+
+def _of(piece: Write) -> tuple[int, int, int, bool]:
+    return piece.dim, piece.start, piece.end, piece.kept
+
+
 def _no_padding(r: Rewriter, node: Node, env: Env) -> Node | None:
     return _needless_copy(r, node, env) if not any(isinstance(n, Node) or n for n in env["pad"]) else None
 
@@ -223,6 +244,8 @@ RULES: tuple[Rule, ...] = (
         "empty.scattered", p(("new_empty", "new_empty_strided"), "x"), _scattered_into,
         "slice_scatter(new_empty(y), x) = slice_scatter(full(0), x)",
     ),
+    Rule("copy.same", p("copy", ANY, "x"), _needless_copy, "copy(y, x) = x where x lies as y does"),
+    Rule("piece.read", p(("select", "slice"), "x"), _read, "select(select_scatter(x, y, i), j) = select(x, j)"),
     Rule("copy.piece", p("copy", ANY, "x"), _replaces, "slice_scatter(y, copy(z, x)) = slice_scatter(y, x)"),
     Rule("mul.one", p("mul", "x", "one"), _times_one, "x * 1 = x"),
     Rule("div.one", p("div", "x", "one"), _times_one, "x / 1 = x"),

@@ -28,6 +28,12 @@ LSE = (
     "%4: f32[1,2,8,4]{64,4,8,1} = py.getitem(%3, 0)\n"
 )
 
+ROWS = "%0: f32[4,3] = input('x')\n%1: f32[3] = input('y')\n"
+WRITTEN = ROWS + (
+    "%2: f32[4,3] = select_scatter(%0, %1, 0, 2)\n%3: f32[1,3] = unsqueeze(%1, 0)\n"
+    "%4: f32[4,3] = slice_scatter(%2, %3, 0, 3, 4, 1)\n"
+)
+
 NONE = "%0: f32[2,0] = input('n')\n%1: f32[2,3] = input('x')\n"
 OPTIONS = "dtype=torch.float32, layout=torch.strided, device=cpu, pin_memory=False)\n"
 
@@ -94,6 +100,14 @@ REWRITES: dict[str, tuple[str, str]] = {
         "%0: f32[2,2] = input('x')\n"
         "%1: f32[2,3] = full([2, 3], 0, dtype=torch.float32, layout=torch.strided, device=cpu, pin_memory=False)\n"
         "%2: f32[2,3] = slice_scatter(%1, %0, 1, 0, 2, 1)\nreturn [%2]\n",
+    ),
+    "copy.same": (
+        X + "%1: f32[2,3] = input('y')\n%2: f32[2,3] = copy(%0, %1, False)\n%3: f32[2,3] = relu(%2)\nreturn [%3]\n",
+        X + "%1: f32[2,3] = input('y')\n%2: f32[2,3] = relu(%1)\nreturn [%2]\n",
+    ),
+    "piece.read": (
+        WRITTEN + "%5: f32[3] = select(%4, 0, 1)\n%6: f32[3] = relu(%5)\nreturn [%6]\n",
+        ROWS + "%2: f32[3] = select(%0, 0, 1)\n%3: f32[3] = relu(%2)\nreturn [%3]\n",
     ),
     "copy.piece": (
         X + "%1: f16[1,2] = input('y')\n%2: f32[2,2]{3,1} = slice(%0, 1, 0, 2, 1)\n%3: f32[2,2]{3,1} = copy(%2, %1, False)\n"
@@ -200,6 +214,29 @@ KEPT: dict[str, list[str]] = {
         "%1: f32[2,3] = new_empty(%0, [2, 3], dtype=torch.float32, layout=torch.strided, device=cpu, pin_memory=False)\n"
         "%2: f32[2,3] = slice_scatter(%0, %1, 1, 0, 3, 1)\nreturn [%2, %1]\n",
     ],
+    "copy.same": [
+        X + "%1: f32[2,3] = input('y')\n%2: f32[2,3] = copy(%0, %1, False)\nreturn [%2]\n",  # an output of its own
+        # the strides of what is replaced
+        "%0: f32[2,3]{1,2} = input('x')\n%1: f32[2,3] = input('y')\n%2: f32[2,3]{1,2} = copy(%0, %1, False)\n"
+        "%3: f32[2,3]{1,2} = relu(%2)\nreturn [%3]\n",
+        # a row for all
+        X + "%1: f32[3] = input('y')\n%2: f32[2,3] = copy(%0, %1, False)\n%3: f32[2,3] = relu(%2)\nreturn [%3]\n",
+    ],
+    "piece.read": [
+        WRITTEN + "%5: f32[3] = select(%4, 0, -2)\nreturn [%5]\n",  # memory that a caller sees
+        # part of what is replaced
+        "%0: f32[4,3] = input('x')\n%1: f32[2,3] = input('y')\n%2: f32[4,3] = slice_scatter(%0, %1, 0, 1, 3, 1)\n"
+        "%3: f32[2,3] = slice(%2, 0, 0, 2, 1)\n%4: f32[2,3] = relu(%3)\nreturn [%4]\n",
+        # along another dim
+        ROWS + "%2: f32[4,3] = select_scatter(%0, %1, 0, 1)\n%3: f32[4]{3} = select(%2, 1, 0)\n"
+        "%4: f32[4] = relu(%3)\nreturn [%4]\n",
+        # the row that is replaced, in strides of its own
+        "%0: f32[3,4] = input('x')\n%1: f32[3] = input('y')\n%2: f32[3,4] = select_scatter(%0, %1, 1, 2)\n"
+        "%3: f32[3]{4} = select(%2, 1, 2)\n%4: f32[3] = relu(%3)\nreturn [%4]\n",
+        # written in place by then
+        ROWS + "%2: f32[4,3] = select_scatter(%0, %1, 0, 1)\n%3: f32[4,3] = aten.add_.Tensor(%0, 1)\n"
+        "%4: f32[3] = select(%2, 0, 2)\n%5: f32[3] = relu(%4)\nreturn [%5]\n",
+    ],
     "copy.piece": [
         # its strides are seen
         X + "%1: f32[3,2]{1,3} = t(%0)\n%2: f32[3,2]{1,3} = copy(%1, %1, False)\nreturn [%2]\n",
@@ -292,6 +329,18 @@ def test_leaves_alone(rule: str, text: str) -> None:
     after, hits = rewritten(text, rule)
     assert not hits
     assert after == text
+
+
+@pytest.mark.parametrize(
+    ("read", "found"), [("select(%4, 0, 2)", "%1"), ("select(%4, 0, -2)", "%1"), ("slice(%4, 0, 3, 4, 1)", "%2")]
+)
+def test_a_piece_that_was_written_is_what_is_read(read: str, found: str) -> None:
+    """Behind the write of another place too."""
+    shape = "f32[1,3]" if "slice" in read else "f32[3]"
+    text, hits = rewritten(WRITTEN + f"%5: {shape} = {read}\n%6: {shape} = relu(%5)\nreturn [%6]\n", "piece.read")
+    assert hits == {"piece.read": 1}
+    assert f"= relu({found})" in text
+    assert "scatter" not in text
 
 
 @pytest.mark.parametrize("rule", REWRITES)

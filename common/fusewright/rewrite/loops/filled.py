@@ -58,12 +58,12 @@ def _writes(node: Node) -> bool:
     return is_op(node) and READER.name(node) in ("select_scatter", "slice_scatter")
 
 
-def _write(node: Node) -> Write | None:
-    """How a node replaces a piece; None if it is no piece of known place and step 1."""
+def place(node: Node) -> Write | None:
+    """How a node replaces a piece, or reads one (as a view); None if it is no piece of known place and step 1."""
     row = ops.find(node.target)
     assert row is not None
     call = row.bind(node.args, node.kwargs)
-    before, dim, kept = call["self"], call["dim"], row.name == "slice_scatter"
+    before, dim, kept = call["self"], call["dim"], row.name in ("slice", "slice_scatter")
     size = extent(value_of(before).shape[dim])
     start: Any = call["start"] or 0 if kept else call["index"]
     end: Any = size if kept and call["end"] is None else call["end"] if kept else start
@@ -75,7 +75,7 @@ def _write(node: Node) -> Write | None:
 
 def _chain(node: Node) -> Iterator[Write]:
     """The writes that make a tensor, the last one first, of which nobody reads what is between them."""
-    while _writes(node) and (write := _write(node)) is not None:
+    while _writes(node) and (write := place(node)) is not None:
         yield write
         node = write.before
         if any(u is not write.node and not _overwritten(u, write.node) for u in node.users):
