@@ -30,7 +30,7 @@ from fusewright.plan.inplace import copied_together, reduced_in_place, updated_i
 from fusewright.plan.replay.inference import DIVIDE
 from fusewright.plan.replay.pieces import PIECES
 from fusewright.plan.verify import FRAGMENT, PLACE, PLAN, Answer
-from fusewright.rewrite import batches, branches, contractions, expand, grouped, pairs, widen, written
+from fusewright.rewrite import batches, branches, contractions, expand, grouped, pairs, picked, widen, written
 from fusewright.rewrite.engine import Rewriter
 from fusewright.rewrite.loops import associative, filled, recurrence, unrolled
 from fusewright.rewrite.rules import RULES
@@ -64,6 +64,7 @@ def _answers(args: tuple[Any, ...], result: Compiled) -> list[Answer]:
 REWRITE = Pass("rules", "graph", GRAPH, _rules, in_place)
 BRANCHES = Pass("branches", "graph", GRAPH, branches.merge, in_place)
 GATHER = Pass("grouped", "graph", GRAPH, grouped.gather, in_place)
+PICK = Pass("picked", "graph", GRAPH, picked.pick, in_place)
 CONTRACT = Pass("contractions", "graph", GRAPH, contractions.contract, in_place)
 WIDEN = Pass("widen", "graph", GRAPH, widen.widen, in_place)
 PAIRS = Pass("pairs", "graph", GRAPH, pairs.split, in_place)
@@ -84,12 +85,12 @@ REDUCE = Pass("reduced_in_place", "plan", PLAN, reduced_in_place)
 JOIN = Pass("copied_together", "plan", PLAN, copied_together)
 
 PASSES: tuple[tuple[str, str, tuple[Pass[Any, Any], ...]], ...] = (
-    # ATen overloads become rows of the opset; exact rules; branches of convolutions; sums as products; wider products; complex
-    # numbers as pairs; common subexpressions; scans, recurrences and loops; matrices of batched products; composites opened
-    # on claim
+    # ATen overloads become rows of the opset; exact rules; branches of convolutions; picks of classes; sums as products; wider
+    # products; complex numbers as pairs; common subexpressions; scans, recurrences and loops; matrices of batched products;
+    # composites opened on claim
     ("graph", "graph", (
-        CANONICALIZE, REWRITE, BRANCHES, GATHER, CONTRACT, WIDEN, PAIRS, CSE, JOIN_SCANS, RECUR, FILL, ROLL, WRITE, BATCHES,
-        EXPAND,
+        CANONICALIZE, REWRITE, BRANCHES, GATHER, PICK, CONTRACT, WIDEN, PAIRS, CSE, JOIN_SCANS, RECUR, FILL, ROLL, WRITE,
+        BATCHES, EXPAND,
     )),
     # claimed ops in convex groups; the backend's rewrite rows over a region; its calls and kernels for a region
     ("graph", "region", (PARTITION,)),

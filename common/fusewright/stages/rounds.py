@@ -28,6 +28,7 @@ def _simplify(c: Compilation) -> None:
         c.do(passes.GATHER, c.graph, c.backend.policy().gathers, c.rules)
     claims = type(c.backend).supports is not Backend.supports  # one that claims nothing gives eager's bits
     if claims:
+        c.do(passes.PICK, c.graph, c.rules)
         c.do(passes.CONTRACT, c.graph, c.backend.policy().contracts, c.rules)
     c.do(passes.WIDEN, c.graph, c.backend.policy().wider, c.rules)
     if claims:
