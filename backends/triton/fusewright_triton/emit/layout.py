@@ -35,11 +35,7 @@ class Dim:
     mask: str | None
 
     def strides(self, kernel: Kernel) -> Coefs:
-        """Return by how many positions the neighbours along each axis are apart. A row that is alone has no axes."""
-        if not self.axes:
-            return ()
-        inner = itertools.accumulate([kernel.sizes[a] for a in self.axes[:0:-1]], operator.mul, initial=1)
-        return tuple(zip(self.axes, reversed(list(inner)), strict=True))
+        return strides(kernel, self.axes)
 
 
 @dataclass(slots=True)
@@ -113,6 +109,14 @@ class Layout:
         """Return the block dimensions along which an address that uses `axes` varies."""
         used = set(axes)
         return frozenset(d.var for d in self.vectors if used & set(d.axes))
+
+
+def strides(kernel: Kernel, axes: tuple[int, ...]) -> Coefs:
+    """Return by how many positions the neighbours along each of the flattened `axes` are apart. A row that is alone has none."""
+    if not axes:
+        return ()
+    inner = itertools.accumulate([kernel.sizes[a] for a in axes[:0:-1]], operator.mul, initial=1)
+    return tuple(zip(axes, reversed(list(inner)), strict=True))
 
 
 def make_layout(kernel: Kernel, config: Config) -> Layout:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from fusewright.toolkit.ir.index import Index
 from fusewright.toolkit.ir.ir import Node, Stage
 from fusewright.toolkit.ir.types import DType
 from fusewright_triton.emit import reductions as red
 from fusewright_triton.emit.addressing import atom
-from fusewright_triton.emit.layout import Dim, Layout, product
+from fusewright_triton.emit.layout import Dim, Layout, product, strides
 from fusewright_triton.emit.operators import TRITON, Unsupported, constant
 from fusewright_triton.emit.precision import approximable
 from fusewright_triton.emit.prefetch import ahead, under_way
@@ -360,8 +361,10 @@ class Program(Values):
         return f"{part} * {atom(points)} + {self._point()}"
 
     def _point(self) -> str:
-        tiles = [d for d in self.layout.dims if d is not self.layout.row]
-        return tiles[0].var if tiles else "0"
+        """Return the position of a program's points among all, whatever axes its tiles have."""
+        axes = tuple(range(len(self.kernel.p)))
+        tile = next((d for d in self.layout.dims if d.axes == axes), None)
+        return tile.var if tile else atom(self.address.index(Index(0, strides(self.kernel, axes))))
 
     def _point_dims(self) -> frozenset[str]:
         return self.layout.vector_names(over_row=False)

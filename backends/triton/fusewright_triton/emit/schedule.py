@@ -244,7 +244,7 @@ def _rows(kernel: Kernel, shape: _Shape, target: Target, static: bool) -> Config
     every = tuple(range(shape.n_p))
     large, shared = _matrices(kernel, shape, target.schedule.matrix)
     if static and shape.row and large:
-        return _products(shape, shared, len(large), target)
+        return _products(kernel, shape, shared, len(large), target)
     row = _pow2(max(shape.row, 2))
     limit = target.schedule.persistent // max(1, (shape.live + 1) // 4)
     if static and shape.row and row <= limit:
@@ -339,12 +339,15 @@ def _over_row(n: Node, shape: _Shape) -> bool:
     return n.index is not None and any(a >= shape.n_p for a in n.index.axes())
 
 
-def _products(shape: _Shape, shared: tuple[int, ...], matrices: int, target: Target) -> Config:
-    """Give each program a row of each matrix; each lane takes 16 elements of all of them at a time."""
+def _products(kernel: Kernel, shape: _Shape, shared: tuple[int, ...], matrices: int, target: Target) -> Config:
+    """Give each program a row of each matrix, or a part of it where rows are long and few; each lane takes 16 elements of all of
+    them at a time."""
     tiles = tuple(Tile((a,), _pow2(shape.sizes[a])) for a in shared[:1] if shape.sizes[a] > 1)
     row = _pow2(max(shape.row, 2))
     step = min(row, target.schedule.product_step // _product(tuple(t.block for t in tiles)))
-    return Config(tiles, step, step == row, 1, _warps(step, max(4, 16 // matrices), target))
+    programs = shape.points // _product(tuple(shape.sizes[t.axes[0]] for t in tiles))
+    split = 1 if step == row else _split(kernel, shape, programs, step, target)
+    return Config(tiles, step, step == row, split, _warps(step, max(4, 16 // matrices), target))
 
 
 def _row_warps(elements: int, target: Target, most: int = HELD) -> int:

@@ -13,7 +13,8 @@ import torch
 from fusewright.toolkit.ir import Builder, Kernel
 from fusewright_triton import target
 from fusewright_triton.emit.emitter import emit
-from fusewright_triton.emit.schedule import Tile, choose
+from fusewright_triton.emit.schedule import Config, Tile, choose
+from fusewright_triton.runtime import SimulatedLauncher
 from tests.backends.triton.kernels import simulate
 
 H100 = target.NVIDIA["sm_90"]
@@ -269,3 +270,24 @@ def test_warps_are_a_power_of_two_however_many_matrices_a_kernel_passes(operands
         terms = terms * b.load(x, i * (768 * 16) + r).to("f32")
     b.store(out, i, b.reduce("sum", terms))
     assert choose(b.build(), H100).warps.bit_count() == 1
+
+
+def test_few_long_rows_of_products_are_shared() -> None:
+    """A hinge loss of 8192 rows of 32768 took 1.6 ms on an H200 with a program for each of its 32 parts, a copy 0.24."""
+    b = Builder("hinge", p=[32], r=[256, 32768])
+    x, y, out = b.input("x", "f32"), b.input("y", "f32"), b.output("out", "f32")
+    p, r0, r1 = b.axes
+    b.store(out, p, b.reduce("sum", b.load(x, p * (256 * 32768) + r0 * 32768 + r1) * b.load(y, r1)))
+    config = choose(b.build(), H100)
+    assert 32 * config.split >= 2 * H100.units
+
+
+@pytest.mark.parametrize("tiles", [(), (Tile((0,), 4),), (Tile((1,), 8),), (Tile((0, 1), 4),)])
+def test_programs_share_rows_whatever_axes_their_tiles_have(tiles: tuple[Tile, ...]) -> None:
+    b = Builder("sums", p=[3, 8], r=[1000])
+    x, out = b.input("x", "f32"), b.output("out", "f32")
+    p, q, r = b.axes
+    b.store(out, p * 8 + q, b.reduce("sum", b.load(x, p * 9000 + q * 1000 + r)))
+    k, given, got = b.build(), torch.randn(3, 9, 1000), torch.zeros(3, 8)
+    SimulatedLauncher(k, emit(k, Config(tiles, 64, False, 4, 4)))([given, got])
+    torch.testing.assert_close(got, given[:, :8].sum(2))
