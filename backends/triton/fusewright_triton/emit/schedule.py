@@ -94,6 +94,12 @@ def choose(kernel: Kernel, target: Target) -> Config:
     return _columns(kernel, shape, target, static)
 
 
+def is_across(kernel: Kernel) -> bool:
+    """Return whether a kernel reduces across contiguous memory, so that lanes lie along P."""
+    shape = _shape(kernel, tuple(evaluate(s, kernel.hints) for s in kernel.sizes))
+    return bool(kernel.r) and not kernel.recurs and not _row_is_contiguous(shape)
+
+
 def simulation(kernel: Kernel) -> Config:
     """Large blocks and no splits: the interpreter pays per program, not per element."""
     hints = kernel.hints

@@ -291,3 +291,21 @@ def test_programs_share_rows_whatever_axes_their_tiles_have(tiles: tuple[Tile, .
     k, given, got = b.build(), torch.randn(3, 9, 1000), torch.zeros(3, 8)
     SimulatedLauncher(k, emit(k, Config(tiles, 64, False, 4, 4)))([given, got])
     torch.testing.assert_close(got, given[:, :8].sum(2))
+
+
+def strided(columns: int, step: int, dtype: str = "f32", how: str = "sum") -> Kernel:
+    """Reduce across memory; every `step`-th column."""
+    b = Builder("strided", p=[64, columns], r=[64])
+    x, out = b.input("x", dtype), b.output("out", "i64" if how.startswith("arg") else dtype)
+    p, q, r = b.axes
+    found = b.reduce(how, b.load(x, p * (columns * step * 64) + q * step + r * (columns * step)))
+    b.store(out, p * columns + q, found)
+    return b.build()
+
+
+@pytest.mark.parametrize(("columns", "step"), [(4095, 1), (4096, 2)])
+def test_lanes_lie_across_rows_though_no_address_shows_neighbours(columns: int, step: int) -> None:
+    """Triton takes the last axis of a block for the contiguous one where neither is, as in positions modulo an odd size."""
+    kernel = strided(columns, step)
+    text = emit(kernel, choose(kernel, H100)).text
+    assert "tl.arange(0, XB)[None, :]" in text and "tl.arange(0, RB)[:, None]" in text
