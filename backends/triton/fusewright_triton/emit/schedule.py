@@ -32,6 +32,8 @@ RUN = 32
 """The shortest row for which a block has lines of its own, so that what all of a row share is computed once for each lane."""
 VECTORS = 4
 """The fewest loads shared by all short rows for which a block has lines of its own as well: each lane reads them once."""
+SECTOR, LINE = 32, 128
+"""Bytes that memory moves at least, and that a warp moves best."""
 THREADS = 128
 """The most threads of a program for rows next to each other: others run while it waits for its loads."""
 WIDE = 2**31 - 2**22
@@ -366,7 +368,7 @@ def _columns(kernel: Kernel, shape: _Shape, target: Target, static: bool) -> Con
     """Configure reductions across contiguous memory: lanes lie along P."""
     every = tuple(range(shape.n_p))
     inner = max(range(shape.n_p), key=lambda a: shape.bytes_along[a])
-    block = min(max(128 // shape.width, 16), _pow2(_neighbours(kernel, shape, inner)))
+    block = min(max(_line(kernel, shape, inner, target) // _width(kernel, shape), 16), _pow2(_neighbours(kernel, shape, inner)))
     while block > 1 and shape.points < block * target.units and not splittable(kernel):
         block //= 2  # programs cannot share a row: as many as there are columns
     row = _pow2(max(shape.row, 2))
@@ -378,6 +380,19 @@ def _columns(kernel: Kernel, shape: _Shape, target: Target, static: bool) -> Con
     step = min(row, max(16, 4096 // block))
     split = _split(kernel, shape, -(-shape.points // block), step, target)
     return Config(_tile(every, block), step, False, split, _warps(block * step, 32, target))
+
+
+def _width(kernel: Kernel, shape: _Shape) -> int:
+    """Return the bytes of the widest element read or stored in a row."""
+    return max((TYPES[n.dtype].size for n in _accesses(kernel) if _over_row(n, shape)), default=shape.width)
+
+
+def _line(kernel: Kernel, shape: _Shape, inner: int, target: Target) -> int:
+    """Return how many bytes next to each other a program takes of each element of the row: more where they begin within a sector,
+    of which another program takes the rest, if there are programs enough."""
+    found = [(n.index, TYPES[n.dtype].size) for n in _accesses(kernel) if n.index is not None and inner in n.index.axes()]
+    apart = any(isinstance(c, int) and c * size % SECTOR for i, size in found for a, c in i.coefs if a >= shape.n_p)
+    return 2 * LINE if apart and shape.points * shape.width >= 8 * LINE * target.units else LINE
 
 
 def _neighbours(kernel: Kernel, shape: _Shape, inner: int) -> int:

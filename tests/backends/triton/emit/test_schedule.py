@@ -309,3 +309,13 @@ def test_lanes_lie_across_rows_though_no_address_shows_neighbours(columns: int, 
     kernel = strided(columns, step)
     text = emit(kernel, choose(kernel, H100)).text
     assert "tl.arange(0, XB)[None, :]" in text and "tl.arange(0, RB)[:, None]" in text
+
+
+def test_wide_results_do_not_narrow_the_lines_of_a_column() -> None:
+    """The positions of a maximum have eight bytes, but one of them leaves for each column."""
+    assert choose(strided(4096, 1, how="argmax"), H100).tiles[0].block == choose(strided(4096, 1, how="max"), H100).tiles[0].block == 32
+
+
+def test_lines_that_begin_within_sectors_are_longer() -> None:
+    assert choose(strided(4095, 1), H100).tiles[0].block == 64
+    assert choose(strided(4096, 1), H100).tiles[0].block == 32
