@@ -273,6 +273,8 @@ class Splits:
     """Up to this many columns, each pass over long columns reads its operands from memory again. Since interface 1.5."""
     held_row: int = sys.maxsize
     """The longest row whose elements are at hand for a second pass. Since interface 1.7."""
+    held_column: int = 0
+    """The longest row across memory that a kernel holds, so that what is computed from it and the row joins. Since interface 1.9."""
     column_rows: int = 2048
     """Minimum length of such a column, in elements."""
     column_elements: int = 1 << 18

@@ -89,6 +89,10 @@ ALL = 1 << 31
 of gradients inside, eager's four kernels 167 (2026-11-23, docs/studies/gpu-models.md)."""
 
 
+HELD_COLUMN = 128
+"""Elements of a row across memory that a program holds for 32 neighbours, with 32 to each lane (see `emit.schedule`)."""
+
+
 def multiple(t: target.Target, dtype: torch.dtype, m: int, k: int, n: int) -> int:
     """Return what rows of a product should be multiples of in training: whole vectors where a matrix is large and was measured."""
     large = t.fitted is not None and max(m * k, m * n, k * n) >= t.fitted.padded_results
@@ -226,7 +230,7 @@ class TritonBackend(FusedBackend):
     def policy(self) -> DevicePolicy:
         """Results come from torch's stream-ordered allocator; nothing depends on the host's threads."""
         found = self.target(self.running_on())
-        by, splits = found.bounds, Splits(passes_again=ALL, held_row=target.FORMULA.persistent)
+        by, splits = found.bounds, Splits(passes_again=ALL, held_row=target.FORMULA.persistent, held_column=HELD_COLUMN)
         few = few_rows(self.running_on())
         return DevicePolicy(
             multiple=partial(multiple, found), contracts=contracts, gathers=None if few is None else partial(gathers, few),

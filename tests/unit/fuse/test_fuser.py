@@ -169,6 +169,20 @@ def test_rows_too_long_to_hold_read_a_stored_sum_again_rather_than_all_of_its_op
     assert names == {96: ["add_layer_norm"], 64: ["add", "layer_norm"]}
 
 
+def test_columns_short_enough_to_hold_are_read_once() -> None:
+    """A norm over channels, softmax over channels and what follows it."""
+    g = Sketch()
+    x = g.input(torch.rand(2, 24, 40))
+    root = g.op("sqrt", g.op("mean", g.op("mul", x, x), [1], True))
+    outputs = [g.op("div", x, root), g.op("mul", g.op("softmax", x, 1, False), x)]
+    counts = {}
+    for held in (24, 23):
+        fragment, got = run_sketch(g, outputs, by_llvm, DevicePolicy(splits=Splits(held_column=held)))
+        torch.testing.assert_close(got, list(g.expected(outputs)), rtol=1e-4, atol=1e-5)
+        counts[held] = len([i for i in fragment.instructions if isinstance(i, Launch)])
+    assert counts[24] < counts[23]
+
+
 def test_a_cast_to_a_wider_type_is_read_before_it() -> None:
     """Two kernels that cannot be one read the half type; nobody stores what is twice as large."""
     g = Sketch()

@@ -268,8 +268,15 @@ class Grouper:
         if isinstance(unit.rule, Scatter):
             return group.domain if n == group.numel and not group.has_rows else None
         if n == group.numel:
-            return group.domain if not (group.has_rows and is_column(group.domain)) else None
+            return None if self._streams(group) else group.domain
         return group.domain if n == group.row_numel else None
+
+    def _streams(self, group: Group) -> bool:
+        """Whether the group reduces columns too long to be held, of which nothing is left for a second pass."""
+        if not group.has_rows or not is_column(group.domain):
+            return False
+        row = product(tuple(group.domain.shape[d] for d in group.domain.dims))
+        return not isinstance(row, int) or row > self.splits.held_column
 
     def _stores_first(self, units: Sequence[Unit], domain: Domain, group: Group) -> bool:
         """Whether the values of a group are stored before these units reduce its columns, rather than computed with them: if others
@@ -338,7 +345,7 @@ class Grouper:
             return False
         if b.has_rows and (not a.has_rows or a.segments != b.segments):
             return False
-        if a.numel != b.numel or (a.has_rows and is_column(a.domain)):
+        if a.numel != b.numel or self._streams(a):
             return False
         if any(u.op.id in self.solo for u in b.units):
             return False
