@@ -60,6 +60,9 @@ class Layout:
     together: int | None = None
     """Neighbours in a row that every access can move at once, if that is less than a lane could (see `_together`)."""
 
+    apart: bool = False
+    """Whether each lane takes points apart from each other, next to those of other lanes (see `_begin_anywhere`)."""
+
     @property
     def vectors(self) -> list[Dim]:
         return [d for d in self.dims if d.vector]
@@ -139,7 +142,7 @@ def make_layout(kernel: Kernel, config: Config) -> Layout:
     layout = Layout(
         kernel, config, dims, row, tuple(a for a in range(n_p) if a not in tiled), buffers, scalars, sizes,
         {}, kernel.node_map(), stage_of, rowwise,
-        {} if config.persistent else pairs(kernel), _together(kernel),
+        {} if config.persistent else pairs(kernel), _together(kernel), _begin_anywhere(kernel, config),
     )  # fmt: skip
     layout.dims_of = _spread_scans(kernel, layout, {i: layout.dims_of_axes(axes) for i, axes in kernel.axes_of().items()})
     return layout
@@ -178,6 +181,31 @@ def _together(kernel: Kernel) -> int | None:
         if step < lane:
             found = min(step, found or step)
     return found
+
+
+def _begin_anywhere(kernel: Kernel, config: Config) -> bool:
+    """Return whether most accesses of a pointwise kernel are to neighbours that begin between vectors, as the taps of a window do.
+    A lane that took several neighbours would read them one by one, each time beside gaps."""
+    if kernel.r or len(config.tiles) != 1:
+        return False
+    axes = config.tiles[0].axes
+    flat = strides(kernel, axes)
+    found = {(n.op, n.buffer, n.index): n for n in kernel.nodes() if n.op in ("load", "store")}
+    together = [_vector(n, flat) for n in found.values() if n.index is not None and n.index.stride_of(axes[-1]) == 1]
+    return 2 * sum(together) < len(together)
+
+
+def _vector(n: Node, flat: Coefs) -> bool:
+    """Return whether an access moves whole vectors of neighbours along the flattened position."""
+    if n.index is None or n.index.divmods or n.index.indirect or not isinstance(n.index.offset, int):
+        return False
+    lane = LANE_BYTES // TYPES[n.dtype].size
+    coefs = dict(n.index.coefs)
+    whole = all(coefs.pop(a, 0) == c for a, c in flat)
+    others = [c for a, c in (coefs if whole else dict(n.index.coefs)).items() if whole or a != flat[-1][0]]
+    if not whole and len(flat) > 1:
+        others.append(flat[-2][1])  # the position in a row is a remainder
+    return all(isinstance(c, int) and c % lane == 0 for c in (*others, n.index.offset))
 
 
 def axis_name(kernel: Kernel, axis: int) -> str:

@@ -142,7 +142,8 @@ class Values(abc.ABC):
             return
         if what.vector:
             spread = self.layout.spread(what)
-            pid = f"{atom(pid)} * {what.const} + tl.arange(0, {what.const}){spread}"
+            lanes = f"tl.arange(0, {what.const}){spread}"
+            pid = f"{atom(pid)} * {what.const} + {f'tl.max_contiguous({lanes}, 1)' if self.layout.apart else lanes}"
         self.put(f"{what.var} = {pid}")
         self._finish_dim(what)
 

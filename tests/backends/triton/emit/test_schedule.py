@@ -313,9 +313,33 @@ def test_lanes_lie_across_rows_though_no_address_shows_neighbours(columns: int, 
 
 def test_wide_results_do_not_narrow_the_lines_of_a_column() -> None:
     """The positions of a maximum have eight bytes, but one of them leaves for each column."""
-    assert choose(strided(4096, 1, how="argmax"), H100).tiles[0].block == choose(strided(4096, 1, how="max"), H100).tiles[0].block == 32
+    for how in ("argmax", "max"):
+        assert choose(strided(4096, 1, how=how), H100).tiles[0].block == 32
 
 
 def test_lines_that_begin_within_sectors_are_longer() -> None:
     assert choose(strided(4095, 1), H100).tiles[0].block == 64
     assert choose(strided(4096, 1), H100).tiles[0].block == 32
+
+
+@pytest.mark.parametrize(("length", "apart"), [(4097, True), (4096, False)])
+def test_lanes_of_windows_take_points_apart(length: int, apart: bool) -> None:
+    """Rows that are no multiple of a vector, read at four neighbours; without them, the flattened position is aligned."""
+    b = Builder("window", p=[64, length], r=[])
+    x, y, out = b.input("x", "f32"), b.input("y", "f32"), b.output("out", "f32")
+    p, q = b.axes
+    total = b.load(y, p * length + q)
+    for k in range(4 if apart else 1):
+        total = total + b.load(x, p * 8192 + q + k)
+    b.store(out, p * length + q, total)
+    kernel = b.build()
+    assert ("max_contiguous" in emit(kernel, choose(kernel, H100)).text) == apart
+
+
+def test_flattened_rows_of_odd_length_keep_vectors() -> None:
+    b = Builder("bias", p=[64, 4097], r=[])
+    x, y, out = b.input("x", "f32"), b.input("y", "f32"), b.output("out", "f32")
+    p, q = b.axes
+    b.store(out, p * 4097 + q, b.load(x, p * 4097 + q) + b.load(y, q))
+    kernel = b.build()
+    assert "max_contiguous" not in emit(kernel, choose(kernel, H100)).text
