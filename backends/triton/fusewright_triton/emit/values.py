@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -212,6 +213,8 @@ class Values(abc.ABC):
             if n.op == "div" and n.args[1] in self.totals:
                 return f"{self.operand(n.args[0])} * fw.reciprocal({self.operand(n.args[1])})"
             text, literals = APPROXIMATE[n.op], False
+        elif n.op == "div" and dtype == "f32" and (factor := self._exact_reciprocal(n.args[1])) is not None:
+            return f"{self.operand(n.args[0])} * {constant(factor, dtype)}"
         else:
             text, literals = form_of(n.op, dtype)
         args = [self.operand(a, literals) for a in n.args]
@@ -225,6 +228,13 @@ class Values(abc.ABC):
         if n.op == "neg" and is_int(dtype):
             args[0] = self.operand(n.args[0])
         return text.format(*(atom(a) if "(" not in text else a for a in args))
+
+    def _exact_reciprocal(self, i: int) -> float | None:
+        """Return the reciprocal of a constant power of 2: its product is the quotient, and needs no division."""
+        n = self.node(i)
+        if n.op != "const" or not n.value or abs(math.frexp(n.value)[0]) != 0.5 or not 2.0**-120 < abs(n.value) < 2.0**120:
+            return None
+        return 1.0 / n.value
 
     def _divisor(self, n: Node, text: str) -> str:
         """Return the divisor with zeros replaced. Zero is an error where eager makes it one (on the CPU)."""

@@ -106,8 +106,9 @@ def _elu_backward(b: Builder, op: OpView, g: Val, x: Val) -> Val:
 
 def _softplus(b: Builder, op: OpView, x: Val) -> Val:
     beta = op.arg("beta")
-    z = x * beta
-    return b.where(z > op.arg("threshold"), x, b.op("log1p", b.op("exp", z)) / beta)
+    z = x if beta == 1 else x * beta
+    y = b.op("log1p", b.op("exp", z))
+    return b.where(z > op.arg("threshold"), x, y if beta == 1 else y / beta)
 
 
 def _softplus_backward(b: Builder, op: OpView, g: Val, x: Val) -> Val:
