@@ -383,8 +383,9 @@ def _columns(kernel: Kernel, shape: _Shape, target: Target, static: bool) -> Con
 
 
 def _width(kernel: Kernel, shape: _Shape) -> int:
-    """Return the bytes of the widest element read or stored in a row."""
-    return max((TYPES[n.dtype].size for n in _accesses(kernel) if _over_row(n, shape)), default=shape.width)
+    """Return the bytes of the widest element; a position found in a row leaves once for each row, and does not count."""
+    inside = max((TYPES[n.dtype].size for n in _accesses(kernel) if _over_row(n, shape)), default=shape.width)
+    return max(inside, min(shape.width, 4))
 
 
 def _line(kernel: Kernel, shape: _Shape, inner: int, target: Target) -> int:
