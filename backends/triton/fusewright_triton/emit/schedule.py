@@ -32,6 +32,8 @@ RUN = 32
 """The shortest row for which a block has lines of its own, so that what all of a row share is computed once for each lane."""
 VECTORS = 4
 """The fewest loads shared by all short rows for which a block has lines of its own as well: each lane reads them once."""
+BESIDE = 4
+"""The most elements apart that neighbours are read as such."""
 SECTOR, LINE = 32, 128
 """Bytes that memory moves at least, and that a warp moves best."""
 THREADS = 128
@@ -65,11 +67,13 @@ class Config:
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """The formula's inputs. `bytes_along[a]` is the traffic whose addresses are contiguous along axis a."""
+    """The formula's inputs. `bytes_along[a]` is the traffic whose addresses are contiguous along axis a, `bytes_beside[a]` that of
+    which a few neighbours along it share a sector, with that share."""
 
     sizes: tuple[int, ...]
     n_p: int
     bytes_along: tuple[int, ...]
+    bytes_beside: tuple[int, ...]
     width: int
     live: int
 
@@ -120,7 +124,7 @@ def simulation(kernel: Kernel) -> Config:
 
 
 def _shape(kernel: Kernel, sizes: tuple[int, ...]) -> _Shape:
-    along, width, live = [0] * len(sizes), 1, 0
+    along, beside, width, live = [0] * len(sizes), [0] * len(sizes), 1, 0
     counted = set[object]()
     for n in _accesses(kernel):
         size = TYPES[n.dtype].size
@@ -133,7 +137,15 @@ def _shape(kernel: Kernel, sizes: tuple[int, ...]) -> _Shape:
         for a in range(len(sizes)):
             if n.index is not None and sizes[a] > 1 and n.index.stride_of(a) in (1, -1):
                 along[a] += size * _reach(n, sizes)
-    return _Shape(sizes, len(kernel.p), tuple(along), width, max(live, 1))
+            elif n.index is not None and sizes[a] > 1 and (step := _beside(n, a)):
+                beside[a] += size * _reach(n, sizes) // step
+    return _Shape(sizes, len(kernel.p), tuple(along), tuple(beside), width, max(live, 1))
+
+
+def _beside(n: Node, axis: int) -> int:
+    """Return how many elements apart neighbours along an axis are, as in a window with a stride, 0 if that is far."""
+    step = n.index.stride_of(axis) if n.index is not None else None
+    return abs(step) if isinstance(step, int) and 1 < abs(step) <= BESIDE else 0
 
 
 def _accesses(kernel: Kernel) -> list[Node]:
@@ -154,8 +166,9 @@ def _reach(n: Node, sizes: tuple[int, ...]) -> int:
 
 
 def _row_is_contiguous(shape: _Shape) -> bool:
-    last_row = max(shape.bytes_along[shape.n_p :], default=0)
-    last_p = max(shape.bytes_along[: shape.n_p], default=0)
+    reached = [a + b for a, b in zip(shape.bytes_along, shape.bytes_beside, strict=True)]
+    last_row = max(reached[shape.n_p :], default=0)
+    last_p = max(reached[: shape.n_p], default=0)
     return last_row >= last_p
 
 

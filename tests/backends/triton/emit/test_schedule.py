@@ -343,3 +343,15 @@ def test_flattened_rows_of_odd_length_keep_vectors() -> None:
     b.store(out, p * 4097 + q, b.load(x, p * 4097 + q) + b.load(y, q))
     kernel = b.build()
     assert "max_contiguous" not in emit(kernel, choose(kernel, H100)).text
+
+
+def test_rows_of_windows_with_a_stride_are_rows() -> None:
+    """The mean of a pooled image: no operand is contiguous, and neighbours along the row are two elements apart."""
+    b = Builder("pooled", p=[128, 16], r=[31, 31])
+    x, y, out = b.input("x", "f32"), b.input("y", "f32"), b.output("out", "f32")
+    p, c, h, w = b.axes
+    at = p * (16 * 3844) + c * 3844 + h * 124 + w * 2
+    pooled = b.op("maximum", b.load(x, at), b.load(x, at + 1)) + b.load(y, c)
+    b.store(out, p * 16 + c, b.reduce("mean", pooled))
+    config = choose(b.build(), H100)
+    assert config.persistent and config.row == 1024 and config.tiles[0].block == 1
