@@ -268,7 +268,8 @@ def _rows(kernel: Kernel, shape: _Shape, target: Target, static: bool) -> Config
         return _products(kernel, shape, shared, len(large), target)
     row = _pow2(max(shape.row, 2))
     limit = target.schedule.persistent // max(1, (shape.live + 1) // 4)
-    if static and shape.row and row <= limit:
+    alone = _gathers(kernel, shape, target)
+    if static and shape.row and row <= limit and not alone:
         across = _across(kernel, shape, target)
         if across is not None and (block := _lines(shape, *across, row, target)) > 1:
             most = _pow2(target.schedule.lane_words // shape.live + 1) // 2
@@ -277,9 +278,16 @@ def _rows(kernel: Kernel, shape: _Shape, target: Target, static: bool) -> Config
         while block * row < 512 and block * 2 * 4 * target.units <= shape.points:
             block *= 2
         return Config(_tile(every, block), row, True, 1, _row_warps(block * row, target))
-    step = min(_pow2(max(shape.row, 16)), 4096 if shape.live > 4 or pairs(kernel) else 8192)
+    step = min(_pow2(max(shape.row, 16)), 1024 if alone else 4096 if shape.live > 4 or pairs(kernel) else 8192)
     split = _split(kernel, shape, shape.points, step, target)
     return Config(_tile(every, 1), step, False, split, _warps(step, 4, target))
+
+
+def _gathers(kernel: Kernel, shape: _Shape, target: Target) -> bool:
+    """Return whether few rows gather so many elements that the sectors keep one multiprocessor busy: the losses at all targets."""
+    if shape.points * 8 > target.units or shape.row < target.schedule.split_worth or not splittable(kernel):
+        return False
+    return any(n.op == "load" and n.index is not None and n.index.indirect and _over_row(n, shape) for n in _accesses(kernel))
 
 
 def _across(kernel: Kernel, shape: _Shape, target: Target) -> tuple[int, int] | None:
