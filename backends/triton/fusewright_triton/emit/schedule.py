@@ -23,6 +23,8 @@ HELD = 8192
 """The most elements of rows next to each other that one program holds."""
 SHORT = 512
 """Elements of a row below which 16 to each lane of a warp leave lanes idle."""
+STEP_ELEMENTS = 4
+"""The least elements to each lane of a row that is passed over in steps."""
 COLUMN = 32
 """Elements of held columns to each lane, if there are programs enough: with a quarter, warps exchange what one could add up (the
 maximum of 20 in 84 million took 378 us, and 91 with these)."""
@@ -280,7 +282,7 @@ def _rows(kernel: Kernel, shape: _Shape, target: Target, static: bool) -> Config
         return Config(_tile(every, block), row, True, 1, _row_warps(block * row, target))
     step = min(_pow2(max(shape.row, 16)), 1024 if alone else 4096 if shape.live > 4 or pairs(kernel) else 8192)
     split = _split(kernel, shape, shape.points, step, target)
-    return Config(_tile(every, 1), step, False, split, _warps(step, 4, target))
+    return Config(_tile(every, 1), step, False, split, _warps(step, STEP_ELEMENTS, target))
 
 
 def _gathers(kernel: Kernel, shape: _Shape, target: Target) -> bool:

@@ -355,3 +355,27 @@ def test_rows_of_windows_with_a_stride_are_rows() -> None:
     b.store(out, p * 16 + c, b.reduce("mean", pooled))
     config = choose(b.build(), H100)
     assert config.persistent and config.row == 1024 and config.tiles[0].block == 1
+
+
+@pytest.mark.parametrize(("channels", "apart"), [(3, False), (1, True)])
+def test_rows_of_several_axes_keep_vectors(channels: int, apart: bool) -> None:
+    """Group norms: weights of a channel are the same for neighbours, and rows of an odd number of pixels follow each other."""
+    b = Builder("normed", p=[128, 8], r=[3 if apart else 4, 1001])
+    x, w, out = b.input("x", "f32"), b.input("w", "f32"), b.output("out", "f32")
+    p, g, c, r = b.axes
+    row = 3003 if apart else 4004
+    at = p * (8 * row) + g * row + c * 1001 + r
+    value = b.load(x, at)
+    b.store(out, at, (value - b.reduce("mean", value)) * b.load(w, g * channels + c))
+    kernel = b.build()
+    assert ("max_contiguous" in emit(kernel, choose(kernel, H100)).text) == apart
+
+
+def test_one_row_of_gathered_elements_is_shared() -> None:
+    """The loss at 32768 targets: a sector for each."""
+    b = Builder("loss", p=[], r=[32768])
+    x, at, out = b.input("x", "f32"), b.input("at", "i64"), b.output("out", "f32")
+    (r,) = b.axes
+    b.store(out, 0, b.reduce("sum", b.load(x, r * 4096 + b.indirect(b.bound(b.load(at, r), 4096)))))
+    config = choose(b.build(), H100)
+    assert config.split >= 16 and not config.persistent
