@@ -20,7 +20,7 @@ import torch
 
 from fusewright.sizes.expr import SizeExpr, symbol
 
-INTERFACE: tuple[int, int] = (1, 17)
+INTERFACE: tuple[int, int] = (1, 18)
 """(major, minor) of this interface. Minor versions only add members with defaults."""
 
 OPSET = 1
@@ -274,7 +274,7 @@ class Splits:
     held_row: int = sys.maxsize
     """The longest row whose elements are at hand for a second pass. Since interface 1.7."""
     held_column: int = 0
-    """The longest row across memory that a kernel holds, so that what needs it and its reduction joins. Since interface 1.9."""
+    """The longest row across memory that a kernel holds, so that what needs it and its reduction joins. Since interface 1.18."""
     column_rows: int = 2048
     """Minimum length of such a column, in elements."""
     column_elements: int = 1 << 18
