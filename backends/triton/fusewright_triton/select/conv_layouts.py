@@ -121,8 +121,8 @@ def _read_by_kernels(value: Value, c: Calls) -> bool:
 
 def _chosen(m: Match, c: Calls) -> str:
     """Return what computes a convolution: "planes", "last" or "kernel"; in simulation never the first, so that others are tried."""
-    if not convolutions.constant(m, c):
-        return "planes"
+    if not convolutions.constant(m, c) or (spec_of(m.out).rank == 5 and any(op.op == "group_norm" for op in c.graph)):
+        return "planes"  # groups of channels of volumes lie across memory for kernels
     trial = _trial(m.anchor, c)
     if c.ctx.device.simulated:
         return "last" if trial.padded is None else "kernel"
