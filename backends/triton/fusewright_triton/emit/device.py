@@ -1,7 +1,7 @@
 """Functions that emitted kernels call: torch's semantics where Triton's operators differ, reductions and scans.
 
 This module is compiled by Triton, on both vendors. `simulated` has the same names for Triton's interpreter.
-Reductions keep their axis in a block of two dimensions, and give a scalar from a one-dimensional block.
+Reductions keep their axis when it is axis 1 of a block, and give a scalar from a one-dimensional block.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -154,7 +154,7 @@ def _smaller(a, b):
 
 @triton.jit
 def reduce_sum(x, axis: tl.constexpr):
-    return tl.reduce(x, axis, _add, keep_dims=len(x.shape) > 1)
+    return tl.reduce(x, axis, _add, keep_dims=axis == 1)
 
 
 @triton.jit
@@ -170,43 +170,43 @@ def _add3(a, b, c, x, y, z):
 @triton.jit
 def reduce_sum2(a, b, axis: tl.constexpr):
     """Two sums, for which warps wait for each other once."""
-    return tl.reduce((a, b), axis, _add2, keep_dims=len(a.shape) > 1)
+    return tl.reduce((a, b), axis, _add2, keep_dims=axis == 1)
 
 
 @triton.jit
 def reduce_sum3(a, b, c, axis: tl.constexpr):
-    return tl.reduce((a, b, c), axis, _add3, keep_dims=len(a.shape) > 1)
+    return tl.reduce((a, b, c), axis, _add3, keep_dims=axis == 1)
 
 
 @triton.jit
 def reduce_prod(x, axis: tl.constexpr):
-    return tl.reduce(x, axis, _mul, keep_dims=len(x.shape) > 1)
+    return tl.reduce(x, axis, _mul, keep_dims=axis == 1)
 
 
 @triton.jit
 def reduce_any(x, axis: tl.constexpr):
-    return tl.reduce(x, axis, _or, keep_dims=len(x.shape) > 1)
+    return tl.reduce(x, axis, _or, keep_dims=axis == 1)
 
 
 @triton.jit
 def reduce_all(x, axis: tl.constexpr):
-    return tl.reduce(x, axis, _and, keep_dims=len(x.shape) > 1)
+    return tl.reduce(x, axis, _and, keep_dims=axis == 1)
 
 
 @triton.jit
 def reduce_max(x, axis: tl.constexpr):
     if x.dtype.is_floating():
-        return tl.reduce(x, axis, maximum, keep_dims=len(x.shape) > 1)
+        return tl.reduce(x, axis, maximum, keep_dims=axis == 1)
     else:
-        return tl.reduce(x, axis, _larger, keep_dims=len(x.shape) > 1)
+        return tl.reduce(x, axis, _larger, keep_dims=axis == 1)
 
 
 @triton.jit
 def reduce_min(x, axis: tl.constexpr):
     if x.dtype.is_floating():
-        return tl.reduce(x, axis, minimum, keep_dims=len(x.shape) > 1)
+        return tl.reduce(x, axis, minimum, keep_dims=axis == 1)
     else:
-        return tl.reduce(x, axis, _smaller, keep_dims=len(x.shape) > 1)
+        return tl.reduce(x, axis, _smaller, keep_dims=axis == 1)
 
 
 @triton.jit
@@ -240,12 +240,12 @@ def _first_min(a, i, b, j):
 @triton.jit
 def reduce_argmax(x, position, axis: tl.constexpr):
     """The largest value and the least of its positions; NaN is larger than everything."""
-    return tl.reduce((x, position), axis, _first_max, keep_dims=len(x.shape) > 1)
+    return tl.reduce((x, position), axis, _first_max, keep_dims=axis == 1)
 
 
 @triton.jit
 def reduce_argmin(x, position, axis: tl.constexpr):
-    return tl.reduce((x, position), axis, _first_min, keep_dims=len(x.shape) > 1)
+    return tl.reduce((x, position), axis, _first_min, keep_dims=axis == 1)
 
 
 @triton.jit
@@ -259,7 +259,7 @@ def _welford(mean_a, m2_a, n_a, mean_b, m2_b, n_b):
 @triton.jit
 def reduce_m2(mean, m2, count, axis: tl.constexpr):
     """Sum of squared deviations (and mean, count) of groups that are given by theirs. Chan, Golub, LeVeque 1983."""
-    return tl.reduce((mean, m2, count), axis, _welford, keep_dims=len(mean.shape) > 1)
+    return tl.reduce((mean, m2, count), axis, _welford, keep_dims=axis == 1)
 
 
 @triton.jit

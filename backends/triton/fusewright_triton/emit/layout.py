@@ -14,7 +14,7 @@ from fusewright.toolkit.ir.index import Coefs
 from fusewright.toolkit.ir.ir import Kernel, Node, Stage
 from fusewright.toolkit.ir.types import TYPES
 from fusewright.toolkit.transform.online_softmax import pairs
-from fusewright_triton.emit.schedule import LANE_BYTES, Config, is_across
+from fusewright_triton.emit.schedule import LANE_BYTES, Config
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +105,8 @@ class Layout:
         return text if self.together is None or self.rank > 1 else f"tl.max_contiguous({text}, {self.together})"
 
     def row_axis(self) -> int:
-        """Return the block axis that the row lies along."""
-        return 0 if self.rank < 2 or self.vectors[0] is self.row else self.rank - 1
+        """Return the block axis that the row lies along (the last one)."""
+        return self.rank - 1
 
     def dims_of_axes(self, axes: Iterable[int]) -> frozenset[str]:
         """Return the block dimensions along which an address that uses `axes` varies."""
@@ -128,8 +128,7 @@ def make_layout(kernel: Kernel, config: Config) -> Layout:
     dims = [_tile_dim(kernel, t.axes, t.block, c) for t, c in zip(config.tiles, _consts(config), strict=True)]
     row = _row_dim(kernel, config) if kernel.r else None
     if row is not None:
-        # where no address tells it which elements are neighbours, Triton spreads lanes along the last axis
-        dims.insert(0 if is_across(kernel) else len(dims), row)
+        dims.append(row)
     tiled = {a for t in config.tiles for a in t.axes}
     names = _Names()
     buffers = [names.fresh(f"{_word(b.name)}_ptr") for b in kernel.buffers]

@@ -102,12 +102,6 @@ def choose(kernel: Kernel, target: Target) -> Config:
     return _columns(kernel, shape, target, static)
 
 
-def is_across(kernel: Kernel) -> bool:
-    """Return whether a kernel reduces across contiguous memory, so that lanes lie along P."""
-    shape = _shape(kernel, tuple(evaluate(s, kernel.hints) for s in kernel.sizes))
-    return bool(kernel.r) and not kernel.recurs and not _row_is_contiguous(shape)
-
-
 def simulation(kernel: Kernel) -> Config:
     """Large blocks and no splits: the interpreter pays per program, not per element."""
     hints = kernel.hints
@@ -377,7 +371,8 @@ def _products(kernel: Kernel, shape: _Shape, shared: tuple[int, ...], matrices: 
     row = _pow2(max(shape.row, 2))
     step = min(row, target.schedule.product_step // _product(tuple(t.block for t in tiles)))
     programs = shape.points // _product(tuple(shape.sizes[t.axes[0]] for t in tiles))
-    split = 1 if step == row else _split(kernel, shape, programs, step, target)
+    few = step < row and 2 * programs <= target.units  # 128 programs were 30% faster than 512 (H200, gradients of a norm)
+    split = _split(kernel, shape, programs, step, target) if few else 1
     return Config(tiles, step, step == row, split, _warps(step, max(4, 16 // matrices), target))
 
 
@@ -412,8 +407,10 @@ def _width(kernel: Kernel, shape: _Shape) -> int:
 
 
 def _line(kernel: Kernel, shape: _Shape, inner: int, target: Target) -> int:
-    """Return how many bytes next to each other a program takes of each element of the row: more where they begin within a sector,
-    of which another program takes the rest, if there are programs enough."""
+    """Return how many bytes next to each other a program takes of each element of the row: where it looks for positions, more if
+    they begin within a sector, of which another program takes the rest, and there are programs enough."""
+    if shape.width <= _width(kernel, shape):
+        return LINE
     found = [(n.index, TYPES[n.dtype].size) for n in _accesses(kernel) if n.index is not None and inner in n.index.axes()]
     apart = any(isinstance(c, int) and c * size % SECTOR for i, size in found for a, c in i.coefs if a >= shape.n_p)
     return 2 * LINE if apart and shape.points * shape.width >= 8 * LINE * target.units else LINE

@@ -51,8 +51,8 @@ def _reduce(ref: Callable[[torch.Tensor, int], torch.Tensor]) -> Callable[[Any, 
 
 
 def _shaped(out: torch.Tensor, axis: int, dtype: tl.dtype) -> Any:
-    """Shape a reduced block: its axis stays, a one-dimensional block becomes a number (an array of one element)."""
-    return from_torch(out.unsqueeze(axis), dtype, True) if out.dim() else from_torch(out.reshape(1), dtype, False)
+    """Shape a reduced block: axis 1 stays, a one-dimensional block becomes a number (an array of one element)."""
+    return from_torch(out.unsqueeze(1), dtype, True) if axis == 1 else from_torch(out.reshape(1), dtype, False)
 
 
 def _arg(largest: bool) -> Callable[..., Any]:

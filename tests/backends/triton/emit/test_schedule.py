@@ -303,23 +303,16 @@ def strided(columns: int, step: int, dtype: str = "f32", how: str = "sum") -> Ke
     return b.build()
 
 
-@pytest.mark.parametrize(("columns", "step"), [(4095, 1), (4096, 2)])
-def test_lanes_lie_across_rows_though_no_address_shows_neighbours(columns: int, step: int) -> None:
-    """Triton takes the last axis of a block for the contiguous one where neither is, as in positions modulo an odd size."""
-    kernel = strided(columns, step)
-    text = emit(kernel, choose(kernel, H100)).text
-    assert "tl.arange(0, XB)[None, :]" in text and "tl.arange(0, RB)[:, None]" in text
-
-
 def test_wide_results_do_not_narrow_the_lines_of_a_column() -> None:
     """The positions of a maximum have eight bytes, but one of them leaves for each column."""
     for how in ("argmax", "max"):
         assert choose(strided(4096, 1, how=how), H100).tiles[0].block == 32
 
 
-def test_lines_that_begin_within_sectors_are_longer() -> None:
-    assert choose(strided(4095, 1), H100).tiles[0].block == 64
-    assert choose(strided(4096, 1), H100).tiles[0].block == 32
+def test_lines_of_positions_that_begin_within_sectors_are_longer() -> None:
+    """H200, 32 x 4096 x 4095 in fp32: argmax 0.97 to 0.53 ms, but sums 0.62 to 0.88."""
+    assert choose(strided(4095, 1, how="argmax"), H100).tiles[0].block == 64
+    assert choose(strided(4095, 1), H100).tiles[0].block == 32
 
 
 @pytest.mark.parametrize(("length", "apart"), [(4097, True), (4096, False)])
