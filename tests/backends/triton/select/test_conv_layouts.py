@@ -44,6 +44,14 @@ def test_results_that_are_returned_lie_as_eagers_do() -> None:
     assert layout_of(y.spec) == "contiguous"  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("norm", [True, False])
+def test_volumes_with_group_norms_stay_in_planes(norm: bool) -> None:
+    g = Net(torch.float32)
+    y = g.conv(g.relu(g.tensor(2, 4, 5, 6, 7)), 4, 8)
+    z = g.op("group_norm", y, None, None, 2, 8, 210, 4, 1e-5) if norm else g.relu(y)
+    assert moves_weights(check(g, [z])) != norm
+
+
 @pytest.mark.parametrize(("prefer", "last"), [("last", True), ("planes", False)])
 def test_a_device_is_asked(prefer: str, last: bool) -> None:
     assert moves_weights(lowered(*net(), prefer)) == last

@@ -14,7 +14,7 @@ import torch
 from fusewright.interface import Fragment, Value
 from fusewright.plan.ir import Call, Launch
 from fusewright_triton.select import more_channels
-from tests.backends.triton.select.test_calls import BF16, F32, Net, check, lowered, text
+from tests.backends.triton.select.test_calls import BF16, Net, check, lowered, text
 from tests.fragments import targets
 
 CUBE, SQUARE = (2, 8, 4, 5, 6), (2, 8, 5, 6)
@@ -61,12 +61,6 @@ def test_single_pixels_of_one_channel_stay_channels_last(shape: tuple[int, ...],
     y = g.conv(g.tensor(*shape), 1, 8, 1, bias=True)
     fragment = check(g, [g.relu(g.norm(y, 8) if norm else y)])
     assert "aten::convolution" in targets(fragment)
-
-
-@LAYOUTS
-def test_in_fp32_volumes_stay_in_planes(shape: tuple[int, ...]) -> None:
-    g = Net(F32)
-    assert not copies(check(g, [g.relu(g.conv(g.tensor(*shape), 8, 8, transposed=True))]))
 
 
 @pytest.mark.parametrize("last", [True, False])
