@@ -11,7 +11,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fusewright_triton.kernels.attention_ops import precision
 from fusewright_triton.kernels.product_ops import ACTIVATIONS, Tiles
 from fusewright_triton.run.handwritten import NAMESPACE, Kernel, operator, or_else
 from fusewright_triton.target import named
@@ -23,12 +22,11 @@ MOST = 8
 """Elements that a load may take at once."""
 
 
-def tiles(run: int, outs: int, dtype: torch.dtype = torch.bfloat16) -> Tiles:
+def tiles(run: int, outs: int) -> Tiles:
     """Return the blocks for `outs` results of windows with `run` numbers side by side."""
-    wide = dtype is torch.float32  # two parts of each operand lie in shared memory
     bn = min(max(16, 1 << (outs - 1).bit_length()), 128)
-    bk = min((16, 32) if wide else (16, 32, 64), key=lambda k: (-(-run // k) * k, -k))
-    return Tiles(128, bn, bk, 4 if bn <= 64 else 8, 2 if wide else 3)
+    bk = min((16, 32, 64), key=lambda k: (-(-run // k) * k, -k))
+    return Tiles(128, bn, bk, 4 if bn <= 64 else 8, 3)
 
 
 def by_torch(
@@ -45,8 +43,8 @@ def convolution(
 ) -> Tensor:
     """Compute activation(convolution + bias) without padding, channels-last, with one rounding at the end.
 
-    x [n, groups * c, h, w], channels-last, weight [groups * outs, c, kh, kw], as `packed` lays it out, bf16, fp16 or fp32
-    (as exact as fp32 products); with groups, kw is 1. `activation` as in `linear_activation`.
+    x [n, groups * c, h, w], channels-last, weight [groups * outs, c, kh, kw], as `packed` lays it out, bf16 or fp16; with groups,
+    kw is 1. `activation` as in `linear_activation`.
     """
     out = _meta(x, weight, bias, activation, stride, groups, target)
     if not out.numel():
@@ -56,15 +54,15 @@ def convolution(
     run, pixels = kw * weight.shape[1], out.shape[0] * out.shape[2] * out.shape[3]
     image, row, pixel = (x[0].numel(), x.shape[3] * x.shape[1], x.shape[1])
     steps = (image, row * stride[0], pixel * stride[1], row)
-    how, t = tiles(run, outs, x.dtype), named(target)
+    how = tiles(run, outs)
     matrix = packed(weight).permute(2, 3, 1, 0)
     args = (x, matrix, out if bias is None else bias.contiguous(), out, pixels, outs, run, groups, *out.shape[2:], kh, *steps)
     fixed = {
         "BIAS": bias is not None, "ACT": activation, "VECTOR": math.gcd(MOST, run if groups > 1 else MOST, *steps),
-        "BM": how.bm, "BN": how.bn, "BK": how.bk, "PRECISION": precision(t, x.dtype),
+        "BM": how.bm, "BN": how.bn, "BK": how.bk,
     }  # fmt: skip
     programs = -(-pixels // how.bm) * -(-outs // how.bn) * groups
-    KERNEL.launch(t, programs, args, fixed, num_warps=how.warps, num_stages=how.stages)
+    KERNEL.launch(named(target), programs, args, fixed, num_warps=how.warps, num_stages=how.stages)
     return out
 
 

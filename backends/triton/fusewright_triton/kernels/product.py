@@ -124,7 +124,6 @@ def product(
 def convolution(
     x_ptr, weight_ptr, bias_ptr, out_ptr, M, N, RUN, GROUPS, ROWS, COLUMNS, KH, xn, xh, xw, step,
     BIAS: tl.constexpr, ACT: tl.constexpr, VECTOR: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """activation(convolution + bias) as a product of windows and weights: dense [M, GROUPS * N], M pixels, of ROWS x COLUMNS each
     an image.
@@ -150,7 +149,7 @@ def convolution(
         window = tl.load(at[:, None] + k[None, :], mask=(pixels < M)[:, None] & (k < RUN)[None, :], other=0.0)
         kept = (k < RUN)[:, None] & (columns < N)[None, :]
         weight = tl.load(matrix + (row * RUN + k)[:, None] * (GROUPS * N), mask=kept, other=0.0)
-        sums = tl.dot(window, weight, sums, input_precision=PRECISION)
+        sums = tl.dot(window, weight, sums)
     if BIAS:
         sums += tl.load(bias_ptr + group * N + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
     to = out_ptr + (pixels.to(tl.int64)[:, None] * (GROUPS * N) + (group * N + columns)[None, :])

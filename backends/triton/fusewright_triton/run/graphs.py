@@ -240,11 +240,11 @@ def _warm_up(run: Callable[[], Any]) -> None:
         raise RuntimeError("it draws random numbers")
 
 
-def several(run: Callable[[], Any], device: str) -> Callable[[], None]:
+def several(run: Callable[[], Any], device: str, calls: int = REPEATS) -> Callable[[], None]:
     """Return a candidate of a measured choice: a few calls on a device, then a wait."""
 
     def again() -> None:
-        for _ in range(REPEATS):
+        for _ in range(calls):
             run()
         torch.cuda.synchronize(device)
 

@@ -1,5 +1,4 @@
-"""fp32 convolutions of inference, channels-last where that is faster and rounds no more than torch's own call; those of few
-channels also by a kernel of our own, which does not round.
+"""fp32 convolutions of inference, channels-last where that is faster and rounds no more than torch's own call.
 
 Torch lets cuDNN round the operands of convolutions to TF32 by default. Whether a call does depends on the layout, the sizes and
 cuDNN's choice among its kernels, which nothing tells: few channels in planes often stay fp32 where the same in channels-last is
@@ -9,12 +8,12 @@ them. So each convolution is tried once (docs/studies/gpu-kernels.md).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.nn.functional import pad
 
 from fusewright import ops
 from fusewright.interface import OpView, Value
@@ -24,13 +23,15 @@ from fusewright.toolkit.backend.candidates import Lazy, Thunk
 from fusewright.toolkit.region.graph import spec_of
 from fusewright.toolkit.region.pattern import Match, chain
 from fusewright.toolkit.region.rewrite import Row
-from fusewright_triton.kernels.convolution_ops import convolution, packed
-from fusewright_triton.run.graphs import several
-from fusewright_triton.select import convolutions, few_channels
+from fusewright_triton.run.graphs import REPEATS, several
+from fusewright_triton.select import convolutions
 from fusewright_triton.select.calls import Calls
 
 FINE = 1 + 2.0**-12
 """A number that TF32, with ten bits behind the point, rounds to one."""
+
+LARGE = 1 << 22
+"""Elements of an image from which one call takes long enough to be timed."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,6 @@ class Trial:
     geometry: tuple[Any, ...]
     copied: tuple[bool, bool]
     device: str
-    arch: str
-    padded: tuple[int, ...] | None
-    """Zeros around the image that the kernel takes, or None."""
 
     @property
     def key(self) -> str:
@@ -67,40 +65,32 @@ class Trial:
 
     def planes(self) -> Thunk:
         x, w = self.tensors(last=False, random=True)
-        return several(lambda: self.call(x, w), self.device)
+        return self._several(lambda: self.call(x, w))
 
     def last(self) -> Thunk:
         """Raises RuntimeError where only channels-last rounds."""
         if self.rounds(last=True) and not self.rounds(last=False):
             raise RuntimeError("channels-last is rounded to TF32, planes are not")
         x, w = self.tensors(last=True, random=True)
-        return self._between_copies(lambda: self.call(x, w), x)
 
-    def kernel(self) -> Thunk:
-        x, w = self.tensors(last=False, random=True)
-        assert self.padded is not None
-        x = pad(x, self.padded).contiguous(memory_format=torch.channels_last)
-        w, (stride, *_, groups) = packed(pad(w, (0, 0, 0, 0, *self.padded[4:]))), self.geometry
-        return self._between_copies(lambda: convolution(x, w, None, "", stride, groups, self.arch), x)
-
-    def _between_copies(self, call: Callable[[], torch.Tensor], x: torch.Tensor) -> Thunk:
         def run() -> None:
             before, behind = self.copied
-            out = call()
+            out = self.call(x, w)
             if before:
                 x.clone()  # takes as long as a kernel that moves channels
             if behind:
                 out.clone()
 
-        return several(run, self.device)
+        return self._several(run)
+
+    def _several(self, run: Callable[[], Any]) -> Thunk:
+        return several(run, self.device, 1 if math.prod(self.image) >= LARGE else REPEATS)
 
 
 def _trial(op: OpView, c: Calls) -> Trial:
     x, w = spec_of(op.arg("input")), spec_of(op.arg("weight"))
     copied = not _made_by_kernel(op.arg("input"), c), not _read_by_kernels(op.out, c)
-    padded = few_channels.zeros_around(op) if convolutions.planar(op) and few_channels.suits(op) else None
-    shapes = tuple(x.shape), tuple(w.shape)
-    return Trial(*shapes, convolutions.geometry(op), copied, x.device, c.ctx.device.arch, padded)  # type: ignore[arg-type]
+    return Trial(tuple(x.shape), tuple(w.shape), convolutions.geometry(op), copied, x.device)  # type: ignore[arg-type]
 
 
 def _in_any_layout(op: OpView) -> bool:
@@ -119,26 +109,18 @@ def _read_by_kernels(value: Value, c: Calls) -> bool:
     return not c.graph.escapes(value) and bool(users) and all(map(_in_any_layout, users))
 
 
-def _chosen(m: Match, c: Calls) -> str:
-    """Return what computes a convolution: "planes", "last" or "kernel"; in simulation never the first, so that others are tried."""
+def _faster(m: Match, c: Calls) -> bool:
+    """Return whether a convolution of a constant weight is channels-last; in simulation always, so that this is tried there."""
     if not convolutions.constant(m, c) or (spec_of(m.out).rank == 5 and any(op.op == "group_norm" for op in c.graph)):
-        return "planes"  # groups of channels of volumes lie across memory for kernels
-    trial = _trial(m.anchor, c)
+        return False  # groups of channels of volumes lie across memory for kernels
     if c.ctx.device.simulated:
-        return "last" if trial.padded is None else "kernel"
-    made = {"planes": trial.planes, "last": trial.last, **({} if trial.padded is None else {"kernel": trial.kernel})}
-    return c.ctx.choose(trial.key, Lazy(made))
+        return True
+    trial = _trial(m.anchor, c)
+    return c.ctx.choose(trial.key, Lazy({"planes": trial.planes, "last": trial.last})) == "last"
 
 
 ROWS = (
-    replace(
-        few_channels.ROWS[0], id="triton.conv.few_channels.fp32", when=lambda m, c: _chosen(m, c) == "kernel",
-        pays=lambda m, c: True,
-    ),
-    Row(
-        "triton.conv.layout", chain("conv"), when=lambda m, c: _chosen(m, c) == "last", write=convolutions.write,
-        note="convolution, channels-last",
-    ),
+    Row("triton.conv.layout", chain("conv"), when=_faster, write=convolutions.write, note="convolution, channels-last"),
     convolutions.BIAS,
-)  # fmt: skip
+)
 """Rows for fp32."""

@@ -78,21 +78,21 @@ def _pays(m: Match, c: Calls) -> bool:
         return lambda: torch.nn.functional.conv2d(image, weight, None, stride, padding, groups=groups)
 
     def kernel() -> Thunk:
-        image, weight = tensors(zeros_around(op))
+        image, weight = tensors(_pads(op))
         return lambda: torch.ops.fusewright_triton.convolution(image, packed(weight), None, "", stride, groups, arch)
 
     key = f"convolution {str(x.dtype).removeprefix('torch.')} {x.shape} {w.shape} {stride} {padding} {groups} {device.type}"
     return c.pays(key, library, kernel)
 
 
-def zeros_around(op: OpView) -> tuple[int, ...]:
+def _pads(op: OpView) -> tuple[int, ...]:
     """Return the zeros around an image, and behind its channels: none where they would be groups."""
     behind = -spec_of(op.arg("input")).shape[1] % ALIGNED if op.arg("groups") == 1 else 0  # type: ignore[operator]
     return (*depthwise.pads(op), 0, behind)
 
 
-def write(m: Match, c: Calls) -> None:
-    op, b, pads = m.anchor, c.b, zeros_around(m.anchor)
+def _write(m: Match, c: Calls) -> None:
+    op, b, pads = m.anchor, c.b, _pads(m.anchor)
     weight, shift = _kept(m, pads, c) if constant(m, c) else _anew(op, pads, c)
     x = padded(op.arg("input"), pads, c)
     given: tuple[Any, ...] = (activation_of(m.last) or "", op.arg("stride"), op.arg("groups"), c.ctx.device.arch)
@@ -121,6 +121,6 @@ def _anew(op: OpView, pads: Sequence[int], c: Calls) -> tuple[Ref | None, Ref | 
 ROWS = (
     Row(
         "triton.conv.few_channels", chain("conv", NORM, maybe(frozenset(ACTIVATIONS) - {""}, _same_type)),
-        when=_suits, pays=_pays, write=write, note="convolution of few channels, or of pixels in groups",
+        when=_suits, pays=_pays, write=_write, note="convolution of few channels, or of pixels in groups",
     ),
 )  # fmt: skip

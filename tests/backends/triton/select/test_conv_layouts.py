@@ -14,7 +14,6 @@ from torch import Tensor
 
 from fusewright.toolkit.rules.space import layout_of
 from fusewright_triton.select import conv_layouts as select
-from fusewright_triton.select import few_channels
 from tests.backends.triton.select.test_calls import Net, check, lowered, text
 
 GEOMETRY = ((1, 1), (1, 1), (1, 1), False, (0, 0), 1)
@@ -69,7 +68,7 @@ def test_a_layout_that_alone_rounds_is_none(planes: str, last: str, tried: bool,
 
     monkeypatch.setattr(select.Trial, "call", convolution)
     monkeypatch.setattr(select, "several", _once)
-    trial = select.Trial((2, 600, 5, 5), (3, 600, 3, 3), GEOMETRY, (True, True), "cpu", "", None)
+    trial = select.Trial((2, 600, 5, 5), (3, 600, 3, 3), GEOMETRY, (True, True), "cpu")
     trial.planes()()
     if tried:
         trial.last()()
@@ -78,20 +77,8 @@ def test_a_layout_that_alone_rounds_is_none(planes: str, last: str, tried: bool,
             trial.last()
 
 
-def _once(run: Callable[[], Any], device: str) -> Callable[[], Any]:
+def _once(run: Callable[[], Any], device: str, calls: int) -> Callable[[], Any]:
     return run
-
-
-@pytest.mark.parametrize(("norm", "activation"), [(True, "relu"), (False, "silu"), (False, "")])
-def test_few_channels_are_computed_by_a_kernel_that_does_not_round(
-    norm: bool, activation: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(few_channels, "PIXELS", 1)
-    g = Net(torch.float32)
-    y = g.conv(g.tensor(2, 3, 9, 7), 3, 20, bias=not norm)
-    y = g.norm(y, 20) if norm else y
-    fragment = check(g, [g.op(activation, y) if activation else y])
-    assert [t.partition("(")[0] for t in text(fragment) if "conv" in t] == ["fusewright_triton::convolution"]
 
 
 def test_what_kernels_make_and_read_needs_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
