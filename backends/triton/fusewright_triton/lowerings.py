@@ -11,7 +11,6 @@ from fusewright_triton.select import (
     depthwise,
     few_channels,
     gathers,
-    group_norms,
     grouped,
     more_channels,
     narrow,
@@ -38,8 +37,8 @@ for table in (LOWERINGS, CUDNN):
     table.add("sdpa", when=decode.reason)(by_rows((*decode.ROWS, *sdpa.ROWS)))
     table.add("sdpa", when=short_sequence.reason)(by_rows(short_sequence.ROWS))
     table.add("sdpa", when=sdpa.sdpa_reason)(by_rows(sdpa.ROWS))
-    table.add("batch_norm", dtypes=FLOATS, dynamic=True)(by_rows(norms.ROWS))
-    table.add("group_norm", "group_norm_backward", dtypes=FLOATS)(by_rows(group_norms.ROWS))
+    table.add("batch_norm", dtypes=FLOATS, dynamic=True)(by_rows(norms.BATCH))
+    table.add("group_norm", "group_norm_backward", dtypes=FLOATS)(by_rows(norms.GROUPS))
     table.add("softmax", dtypes=FLOATS, when=unfused.reason)(by_rows(unfused.ROWS))
     table.add(*gathers.OPS, dtypes=FLOATS, when=gathers.reason)(by_rows(gathers.ROWS))
     table.add(*gathers.REDUCTIONS, dtypes=FLOATS, when=gathers.reduced_reason)(by_rows(gathers.REDUCED))

@@ -11,13 +11,13 @@ import torch
 from fusewright.interface import Fragment, Value
 from fusewright.plan.ir import Launch
 from fusewright_triton.emit import schedule
-from fusewright_triton.select import group_norms
+from fusewright_triton.select import norms
 from tests.backends.triton.select.test_calls import BF16, F32, H100, Net, check, lowered
 
 
 @pytest.fixture(autouse=True)
 def small_images(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group_norms, "LEAST", 1)
+    monkeypatch.setattr(norms, "LEAST", 1)
 
 
 def drawn(g: Net, groups: int, c: int, affine: bool, copied: bool = True) -> list[Value]:
