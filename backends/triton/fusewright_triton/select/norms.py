@@ -1,8 +1,8 @@
 """Batch norms of inference that no convolution takes; group norms of channels-last images, and their gradients, by sums over the
 pixels of each channel.
 
-A row of such a group norm is the few channels of a group at every pixel: read by itself, it takes a piece of each sector of memory, and
-rows that no program can hold are read several times. Sums over pixels read whole channels, and the groups' numbers are few
+A row of such a group norm is the few channels of a group at every pixel: read by itself, it takes a piece of each sector of memory,
+and rows that no program can hold are read several times. Sums over pixels read whole channels, and the groups' numbers are few
 (measured: docs/studies/gpu-models.md).
 """
 
