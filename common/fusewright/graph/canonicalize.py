@@ -144,8 +144,6 @@ def _library_norms(graph: Graph) -> None:
         bound = ops.bind(ops.params_of(node.target), node.args, node.kwargs)
         common = 3 if bound["training"] else 1  # in inference libraries return no statistics
         if all(u.target is operator.getitem and u.args[1] < common for u in node.users if u.users):
-            for user in [u for u in node.users if not u.users]:
-                graph.erase_node(user)
             node.target, node.args, node.kwargs = _BATCH_NORM, tuple(bound.values()), {}
             node.meta["val"] = node.meta["val"][:common] + retrace.infer(node)[common:]
 

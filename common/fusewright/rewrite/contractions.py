@@ -48,12 +48,7 @@ def _contracted(r: Rewriter, node: Node, contracts: Contracts) -> bool:
     rounded = val.dtype is torch.float32 and machine.matmul_precision(val.device.type) != "ieee"
     if found is None or rounded or not contracts(val.dtype, *found.hints()) or not r.log.allows(ID):
         return False
-    made = r.attempt(node, _product, r, node, found)
-    if made is not None:
-        r.log.hit(ID)
-        r.replace(node, made)
-        r.graph.erase_node(node)
-    return made is not None
+    return r.substitute(ID, node, _product, r, node, found) is not None
 
 
 @dataclass(frozen=True)

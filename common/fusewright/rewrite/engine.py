@@ -132,14 +132,19 @@ class Rewriter:
             env: dict[str, Any] = {}
             if not match(rule.pattern, node, env):
                 continue
-            new = self.attempt(node, rule.build, self, node, env)
-            if new is None or new is node:
-                continue
-            self.log.hit(rule.id)
-            self.replace(node, new)
-            self.graph.erase_node(node)
-            return new
+            if (new := self.substitute(rule.id, node, rule.build, self, node, env)) is not None:
+                return new
         return None
+
+    def substitute(self, id: str, node: Node, build: Callable[..., Node | None], *args: Any) -> Node | None:
+        """Build a replacement of a node, count it under a rule's id, and put it in the node's place; None if there is none."""
+        new = self.attempt(node, build, *args)
+        if new is None or new is node:
+            return None
+        self.log.hit(id)
+        self.replace(node, new)
+        self.graph.erase_node(node)
+        return new
 
     def attempt(self, before: Node, build: Callable[..., Node | None], *args: Any) -> Node | None:
         """Build a replacement in front of a node. None where there is none, or where it is right for some sizes only: what was

@@ -45,13 +45,7 @@ def _gathered(r: Rewriter, node: Node, gathers: Gathers) -> bool:
     rows, matrices, ends = _operands(node)
     if ends is None or not _fits(node, rows, matrices, gathers) or not r.log.allows(ID):
         return False
-    made = r.attempt(node, _product, r, node, rows, matrices, ends)
-    if made is None:
-        return False
-    r.log.hit(ID)
-    r.replace(node, made)
-    r.graph.erase_node(node)
-    return True
+    return r.substitute(ID, node, _product, r, node, rows, matrices, ends) is not None
 
 
 def _operands(node: Node) -> tuple[Any, Any, Any]:

@@ -33,7 +33,8 @@ def pick(graph: Graph, log: RuleLog) -> None:
     if not found:
         return
     r = Rewriter(graph, log)
-    if any([_rewritten(r, user) for n in found for user in list(n.users)]):
+    users = [user for n in found for user in n.users]
+    if any([r.log.allows(ID) and r.substitute(ID, user, _picked, r, user) is not None for user in users]):
         drop_dead_code(graph)
 
 
@@ -57,18 +58,6 @@ def _is_pick(user: Node, val: torch.Tensor, dim: int) -> bool:
     # a gather may leave rows out, which a sum of parts would have to follow
     others = [d for d in range(val.dim()) if d != dim % val.dim()]
     return all(compat.statically_true(index.shape[d] == val.shape[d]) for d in others)
-
-
-def _rewritten(r: Rewriter, user: Node) -> bool:
-    if not r.log.allows(ID):
-        return False
-    made = r.attempt(user, _picked, r, user)
-    if made is None:
-        return False
-    r.log.hit(ID)
-    r.replace(user, made)
-    r.graph.erase_node(user)
-    return True
 
 
 def _picked(r: Rewriter, user: Node) -> Node | None:

@@ -57,10 +57,8 @@ def write(graph: Graph, log: RuleLog) -> None:
     r = Rewriter(graph, log)
     for copy in [n for n in graph.nodes if n.target is _COPY and n.args[0].op == "placeholder"]:
         for node in list(_replaced(copy)):
-            if not r.changes_before(node) and log.allows(ID) and (new := r.attempt(node, _scatter, r, node)) is not None:
-                log.hit(ID)
-                r.replace(node, new)
-                graph.erase_node(node)
+            if not r.changes_before(node) and log.allows(ID):
+                r.substitute(ID, node, _scatter, r, node)
     drop_dead_code(graph)
 
 

@@ -31,9 +31,10 @@ def graph_of(target: Any, training: bool, statistics: bool, read: int = 0) -> to
         )
         saved = w if training else w.new_empty(0)
         call.meta["val"] = (x, saved, saved, torch.empty(0, dtype=torch.uint8))[: len(target._schema.returns)]
-        result = graph.call_function(operator.getitem, (call, read))
-        result.meta["val"] = call.meta["val"][read]
-    graph.output((result,))
+        results = [graph.call_function(operator.getitem, (call, k)) for k in range(len(call.meta["val"]))]  # as a recorder does
+        for result, val in zip(results, call.meta["val"], strict=True):
+            result.meta["val"] = val
+    graph.output((results[read],))
     return graph
 
 

@@ -15,9 +15,7 @@ from typing import Any
 
 import torch
 
-from fusewright import ops
 from fusewright.interface import OpView, Value
-from fusewright.ops.core import Kind
 from fusewright.ops.strides import CHANNELS_LAST
 from fusewright.toolkit.backend.candidates import Lazy, Thunk
 from fusewright.toolkit.region.graph import spec_of
@@ -95,8 +93,7 @@ def _trial(op: OpView, c: Calls) -> Trial:
 
 def _in_any_layout(op: OpView) -> bool:
     """Return whether an op is a convolution, or a loop kernel, which reads and writes any layout."""
-    kind = ops.OPS[op.op].kind if op.op in ops.OPS else Kind.CONTRACTION
-    return op.op == "conv" or kind not in (Kind.VIEW, Kind.CONTRACTION)
+    return op.op == "conv" or convolutions.in_kernels(op)
 
 
 def _made_by_kernel(value: Value, c: Calls) -> bool:

@@ -83,13 +83,17 @@ def _cuts(m: Match, c: Calls) -> bool:
     return patches(m.anchor)
 
 
+def in_kernels(op: OpView) -> bool:
+    """Return whether loop kernels compute an op, in any layout."""
+    kind = ops.OPS[op.op].kind if op.op in ops.OPS else Kind.CONTRACTION
+    return kind not in (Kind.VIEW, Kind.CONTRACTION) and op.op != "sdpa"
+
+
 def _kernels_read(value: Value, c: Calls) -> bool:
     """Return whether a loop kernel may read a value, or a view of it."""
     for user in c.graph.users(value):
-        kind = ops.OPS[user.op].kind if user.op in ops.OPS else Kind.CONTRACTION
-        if kind is Kind.VIEW and any(_kernels_read(v, c) for v in user.outs):
-            return True
-        if kind not in (Kind.VIEW, Kind.CONTRACTION) and user.op != "sdpa":
+        view = user.op in ops.OPS and ops.OPS[user.op].kind is Kind.VIEW
+        if in_kernels(user) or (view and any(_kernels_read(v, c) for v in user.outs)):
             return True
     return False
 
