@@ -13,11 +13,12 @@ from fusewright.toolkit.ir.ir import Node, Stage
 from fusewright.toolkit.ir.types import DType
 from fusewright_triton.emit import reductions as red
 from fusewright_triton.emit.addressing import atom
-from fusewright_triton.emit.layout import Dim, Layout, product, strides
+from fusewright_triton.emit.layout import Dim, Layout, product
 from fusewright_triton.emit.operators import TRITON, Unsupported, constant
 from fusewright_triton.emit.precision import approximable
 from fusewright_triton.emit.prefetch import ahead, under_way
 from fusewright_triton.emit.values import Values
+from fusewright_triton.emit.vectors import strides
 from fusewright_triton.target import FORMULA
 
 

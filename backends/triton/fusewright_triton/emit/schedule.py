@@ -9,16 +9,19 @@ This is a formula of bytes and shape, without a search; its numbers are `target.
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fusewright.toolkit.ir.extent import evaluate
+from fusewright.toolkit.ir.index import Index
 from fusewright.toolkit.ir.ir import Kernel, Node
 from fusewright.toolkit.ir.types import TYPES
 from fusewright.toolkit.transform.online_softmax import pairs
+from fusewright_triton.emit.vectors import LANE_BYTES, begin_anywhere
 from fusewright_triton.target import FORMULA, Target
 
-LANE_BYTES = 16
-"""Bytes of the widest load of one lane."""
 HELD = 8192
 """The most elements of rows next to each other that one program holds."""
 SHORT = 512
@@ -34,10 +37,19 @@ RUN = 32
 """The shortest row for which a block has lines of its own, so that what all of a row share is computed once for each lane."""
 VECTORS = 4
 """The fewest loads shared by all short rows for which a block has lines of its own as well: each lane reads them once."""
+TILE = 32, 128
+"""The sides of a tile in elements of up to four bytes, the second one along the longer run. Sixteen to each lane: with 64 of them,
+registers spill, and mish of 32x128x254x254 in bf16 took 2.25 ms on an H200, 1.05 so. A copy of 128x64x126x126 in bf16, whose planes
+begin within sectors, takes 0.18 ms with a square of 64, 0.14 so."""
+TAPS = 4
+"""The fewest elements of a window, read from one operand: lanes hold all of them, and fewer points."""
+COLUMNS = 64
+"""Columns of up to four bytes that a program passes over in steps."""
+COLUMN_STEPS = 4, 8
+"""Elements of such a step to each lane: of positions of extremes, and of others. With 32, sums of 32x4096x4095 in bf16 took 0.75 ms
+on an H200 and 0.32 so, positions of 32x4096x4096 0.29 with eight and 0.25 so."""
 BESIDE = 4
-"""The most elements apart that neighbours are read as such."""
-SECTOR, LINE = 32, 128
-"""Bytes that memory moves at least, and that a warp moves best."""
+"""The most elements apart that neighbours are read as such, without a window that covers what lies between."""
 THREADS = 128
 """The most threads of a program for rows next to each other: others run while it waits for its loads."""
 WIDE = 2**31 - 2**22
@@ -70,7 +82,7 @@ class Config:
 @dataclass(frozen=True, slots=True)
 class _Shape:
     """The formula's inputs. `bytes_along[a]` is the traffic whose addresses are contiguous along axis a, `bytes_beside[a]` that of
-    which a few neighbours along it share a sector, with that share."""
+    which a few neighbours along it share a sector, with that share; `taps` is how many elements of an operand one point reads."""
 
     sizes: tuple[int, ...]
     n_p: int
@@ -78,6 +90,7 @@ class _Shape:
     bytes_beside: tuple[int, ...]
     width: int
     live: int
+    taps: int
 
     @property
     def points(self) -> int:
@@ -121,27 +134,29 @@ def simulation(kernel: Kernel) -> Config:
 
 def _shape(kernel: Kernel, sizes: tuple[int, ...]) -> _Shape:
     along, beside, width, live = [0] * len(sizes), [0] * len(sizes), 1, 0
-    counted = set[object]()
+    places = defaultdict[tuple[object, ...], list[Node]](list)
     for n in _accesses(kernel):
         size = TYPES[n.dtype].size
         width = max(width, size)
         live += max(size, 4) // 4
-        place = n.op, n.buffer, n.index and (n.index.coefs, n.index.divmods, n.index.indirect)
-        if place in counted:  # a window reads its neighbours' elements again, from a cache
+        places[n.op, n.buffer, n.index and (n.index.coefs, n.index.divmods, n.index.indirect)].append(n)
+    for n, *others in places.values():  # a window reads its neighbours' elements again, from a cache
+        if n.index is None:
             continue
-        counted.add(place)
-        for a in range(len(sizes)):
-            if n.index is not None and sizes[a] > 1 and n.index.stride_of(a) in (1, -1):
+        size = TYPES[n.dtype].size
+        for a in (a for a in range(len(sizes)) if sizes[a] > 1):
+            if n.index.stride_of(a) in (1, -1):
                 along[a] += size * _reach(n, sizes)
-            elif n.index is not None and sizes[a] > 1 and (step := _beside(n, a)):
+            elif step := _beside(n, a, 1 + len(others)):
                 beside[a] += size * _reach(n, sizes) // step
-    return _Shape(sizes, len(kernel.p), tuple(along), tuple(beside), width, max(live, 1))
+    taps = max((len(nodes) for place, nodes in places.items() if place[0] == "load"), default=1)
+    return _Shape(sizes, len(kernel.p), tuple(along), tuple(beside), width, max(live, 1), taps)
 
 
-def _beside(n: Node, axis: int) -> int:
+def _beside(n: Node, axis: int, taps: int) -> int:
     """Return how many elements apart neighbours along an axis are, as in a window with a stride, 0 if that is far."""
     step = n.index.stride_of(axis) if n.index is not None else None
-    return abs(step) if isinstance(step, int) and 1 < abs(step) <= BESIDE else 0
+    return abs(step) if isinstance(step, int) and 1 < abs(step) <= max(BESIDE, taps) else 0
 
 
 def _accesses(kernel: Kernel) -> list[Node]:
@@ -174,18 +189,21 @@ def _point(kernel: Kernel, shape: _Shape, target: Target) -> Config:
     if not every:
         return Config((), 0, False, 1, 1)
     best = sorted(every, key=lambda a: (shape.bytes_along[a], a))
-    if len(best) > 1 and _transposes(shape, best[-1], best[-2]):
-        return _tiles(shape, min(best[-2:]), max(best[-2:]), target)
+    if len(best) > 1 and (runs := _transposes(kernel, shape, *sorted(best[-2:]))):
+        return _tiles(shape, *runs, target)
     if best and (across := _scattered(kernel, shape, best[-1], target)) is not None:
         width = max(TYPES[n.dtype].size for n in _accesses(kernel) if n.index and {across, best[-1]} <= set(n.index.axes()))
-        return _tiles(replace(shape, width=width), min(across, best[-1]), max(across, best[-1]), target)
+        outer, inner = sorted((across, best[-1]))
+        return _tiles(replace(shape, width=width), (outer,), (inner,), target)
     positions, lines = _positions(kernel, best[-1])
     width = max((TYPES[n.dtype].size for n in _accesses(kernel) if n.id not in positions), default=1)
-    per_lane = LANE_BYTES // width * (target.schedule.point_bytes_ahead if shape.live <= 8 else 1)
-    block = 4 * 32 * max(per_lane, 2)
+    per_lane = max(LANE_BYTES // width * (target.schedule.point_bytes_ahead if shape.live <= 8 else 1), 2)
+    if shape.taps >= TAPS and begin_anywhere(kernel, every):
+        per_lane = 2
+    block = 4 * 32 * per_lane
     spread = _pow2(max(1, shape.points // (4 * target.units)))
     block = max(min(block, spread), min(128, _pow2(shape.points)))
-    warps = _warps(block, max(per_lane, 2), target)
+    warps = _warps(block, per_lane, target)
     inner = shape.sizes[best[-1]]
     shares = 4 * _pow2(inner) <= block and _vectors(kernel, best[-1]) >= VECTORS
     if best[-1] == every[-1] and (shares or (lines and inner >= RUN)):
@@ -239,21 +257,39 @@ def _scattered(kernel: Kernel, shape: _Shape, inner: int, target: Target) -> int
     return None
 
 
-def _tiles(shape: _Shape, outer: int, inner: int, target: Target) -> Config:
-    """Return a square tile over two axes: 256 bytes a side where that leaves every multiprocessor two tiles."""
-    side = 256 // max(shape.width, 2)
-    if shape.points < 2 * target.units * side * side:
-        side //= 2
-    sides = [min(side, _pow2(shape.sizes[a])) for a in (outer, inner)]
-    tiles = (Tile((outer,), sides[0]), Tile((inner,), sides[1]))
-    return Config(tiles, 0, False, 1, min(_warps(sides[0] * sides[1], 16, target), 256 // target.lanes))
+def _tiles(shape: _Shape, outer: tuple[int, ...], inner: tuple[int, ...], target: Target) -> Config:
+    """Return a tile over two runs of axes that leaves every multiprocessor two tiles."""
+    per_lane, (short, long) = 8 if shape.taps >= TAPS else 16, TILE
+    long = long * 4 // max(shape.width, 4)
+    if shape.points < 2 * target.units * short * long:
+        short, long = short // 2, long // 2
+    elements = short * long * per_lane // 16
+    sizes = [_pow2(_product([shape.sizes[a] for a in run])) for run in (outer, inner)]
+    down = min(long if sizes[0] > sizes[1] else elements // min(long, sizes[1]), sizes[0])
+    across = min(elements // down, sizes[1])
+    return Config((Tile(outer, down), Tile(inner, across)), 0, False, 1, _warps(down * across, per_lane, target))
 
 
-def _transposes(shape: _Shape, a: int, b: int) -> bool:
-    """Return whether both axes are contiguous for a good part of the traffic, and long enough for a tile."""
-    small = min(shape.bytes_along[a], shape.bytes_along[b])
-    large = max(shape.bytes_along[a], shape.bytes_along[b])
-    return small * 4 >= large and small > 0 and min(shape.sizes[a], shape.sizes[b]) >= 8
+def _transposes(kernel: Kernel, shape: _Shape, outer: int, inner: int) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Return the runs of axes that end with these two if both are contiguous for a good part of the traffic, and long enough for a
+    tile."""
+    small, large = sorted((shape.bytes_along[outer], shape.bytes_along[inner]))
+    if small * 4 < large or not small:
+        return None
+    found = [n.index for n in _accesses(kernel) if n.index is not None]
+    runs = _run(found, shape, outer, 0, TILE[1]), _run(found, shape, inner, outer + 1, RUN)
+    return runs if all(_product([shape.sizes[a] for a in run]) >= 8 for run in runs) else None
+
+
+def _run(found: Sequence[Index], shape: _Shape, last: int, first: int, wanted: float = math.inf) -> tuple[int, ...]:
+    """Return the axes from `first` on that lie one behind the other, up to `last`, in operands contiguous along it: as many as
+    make `wanted` elements."""
+    contiguous = [i for i in found if i.stride_of(last) in (1, -1)]
+    start, run = last, shape.sizes[last]
+    while start > first and run < wanted and {i.stride_of(start - 1) for i in contiguous} == {run}:
+        start -= 1
+        run *= shape.sizes[start]
+    return tuple(range(start, last + 1))
 
 
 def _rows(kernel: Kernel, shape: _Shape, target: Target, static: bool) -> Config:
@@ -386,7 +422,8 @@ def _columns(kernel: Kernel, shape: _Shape, target: Target, static: bool) -> Con
     """Configure reductions across contiguous memory: lanes lie along P."""
     every = tuple(range(shape.n_p))
     inner = max(range(shape.n_p), key=lambda a: shape.bytes_along[a])
-    block = min(max(_line(kernel, shape, inner, target) // _width(kernel, shape), 16), _pow2(_neighbours(kernel, shape, inner)))
+    width = max((TYPES[n.dtype].size for n in _accesses(kernel) if _over_row(n, shape)), default=4)
+    block = min(COLUMNS * 4 // max(width, 4), _pow2(_neighbours(kernel, shape, inner)))
     while block > 1 and shape.points < block * target.units and not splittable(kernel):
         block //= 2  # programs cannot share a row: as many as there are columns
     row = _pow2(max(shape.row, 2))
@@ -395,38 +432,18 @@ def _columns(kernel: Kernel, shape: _Shape, target: Target, static: bool) -> Con
             block *= 2
         many = shape.points >= block * target.units and COLUMN * shape.live <= target.schedule.lane_words
         return Config(_tile(every, block), row, True, 1, _warps(block * row, COLUMN if many else COLUMN // 4, target))
-    step = min(row, max(16, 4096 // block))
+    per_lane = COLUMN_STEPS[not any(n.op == "reduce" and n.how.startswith("arg") for n in kernel.nodes())]
+    step = min(row, max(4, 8 * target.lanes * per_lane // block))
     split = _split(kernel, shape, -(-shape.points // block), step, target)
-    return Config(_tile(every, block), step, False, split, _warps(block * step, 32, target))
-
-
-def _width(kernel: Kernel, shape: _Shape) -> int:
-    """Return the bytes of the widest element; a position found in a row leaves once for each row, and does not count."""
-    inside = max((TYPES[n.dtype].size for n in _accesses(kernel) if _over_row(n, shape)), default=shape.width)
-    return max(inside, min(shape.width, 4))
-
-
-def _line(kernel: Kernel, shape: _Shape, inner: int, target: Target) -> int:
-    """Return how many bytes next to each other a program takes of each element of the row: where it looks for positions, more if
-    they begin within a sector, of which another program takes the rest, and there are programs enough."""
-    if shape.width <= _width(kernel, shape):
-        return LINE
-    found = [(n.index, TYPES[n.dtype].size) for n in _accesses(kernel) if n.index is not None and inner in n.index.axes()]
-    apart = any(isinstance(c, int) and c * size % SECTOR for i, size in found for a, c in i.coefs if a >= shape.n_p)
-    return 2 * LINE if apart and shape.points * shape.width >= 8 * LINE * target.units else LINE
+    return Config(_tile(every, block), step, False, split, _warps(block * step, per_lane, target))
 
 
 def _neighbours(kernel: Kernel, shape: _Shape, inner: int) -> int:
     """Return how many points in a row lie next to each other in memory: along `inner` and, where it is the last axis of P, along
     those before it that continue it (the channels of all groups)."""
     found = [n.index for n in _accesses(kernel) if n.index is not None and _over_row(n, shape)]
-    found = [i for i in found if i.stride_of(inner) == 1]
-    run = shape.sizes[inner]
-    for a in reversed(range(inner)) if inner == shape.n_p - 1 else ():
-        if {i.stride_of(a) for i in found} != {run}:
-            break
-        run *= shape.sizes[a]
-    return run
+    first = 0 if inner == shape.n_p - 1 else inner
+    return _product([shape.sizes[a] for a in _run(found, shape, inner, first)])
 
 
 def _recurrence(shape: _Shape, target: Target) -> Config:
@@ -464,7 +481,7 @@ def _warps(elements: int, per_lane: int, target: Target) -> int:
     return max(1, min(_pow2(elements) // (_pow2(per_lane) * target.lanes), 1024 // target.lanes))
 
 
-def _product(sizes: tuple[int, ...] | list[int]) -> int:
+def _product(sizes: Sequence[int]) -> int:
     out = 1
     for s in sizes:
         out *= s

@@ -4,9 +4,9 @@ Callers always get the plan's results until a verdict: eager runs in addition, a
 dropped. Shadows are stopped after STOPPED times the plan's time, and spread so that their time, with that of comparing whole
 calls (`turns.py`), is at most one in SHARE of the plan's. A pair is the time of a shadow and of the plan's call after it, which
 favours the plan: its inputs are then in the cache. The plan stays after WINS pairs in which it is not slower, unless its best call
-is; eager replaces it after LOSSES pairs in which it is. What a shadow runs for the first time warms up, and is no pair: if it is
-stopped there, the next one comes further. Forward and backward have one verdict, because kernels of one half rely on the layout
-of what the other half hands over; a shadow of each makes a pair.
+is; eager replaces it after LOSSES pairs in which it is, or after WINS if none of its calls comes near eager's. What a shadow runs
+for the first time warms up, and is no pair: if it is stopped there, the next one comes further. Forward and backward have one
+verdict, because kernels of one half rely on the layout of what the other half hands over; a shadow of each makes a pair.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ AHEAD = 5.0
 
 WINS, LOSSES = 2, 5
 
-SLOWER = 1.03
+SLOWER, CLEARLY = 1.03, 1.1
+"""How many times eager's seconds a plan takes that loses a pair; and its best call, if two such pairs are enough, of eager's
+worst: noise does not make both."""
 
 STOPPED = 1.5
 """Eager is stopped after this many times the plan's usual time: it has lost, and would cost too much."""
@@ -124,8 +126,8 @@ class Ran:
 class Trial:
     """The comparison for one class of sizes, which are all the same if `alike`. `spent` and `cheapest` are costs of pairs in calls
     of the plan, `around` is what comparing whole calls (`turns.py`) cost; `forward` is the first half of a pair whose backward is
-    to come. `done` is the part of eager's calls that has run before. `plan` and `eager` are the least seconds of pairs, `whole` is
-    an estimate where eager was always stopped. Only a `sure` verdict is stored."""
+    to come. `done` is the part of eager's calls that has run before. `plan` and `eager` are the least seconds of pairs, `slowest`
+    the most of eager; `whole` is an estimate where eager was always stopped. Only a `sure` verdict is stored."""
 
     sizes: Hashable = ()
     alike: bool = True
@@ -141,6 +143,7 @@ class Trial:
     forward: Pair | None = None
     plan: float = math.inf
     eager: float = math.inf
+    slowest: float = 0.0
     whole: float = math.inf
     done: dict[Phase, float] = field(default_factory=lambda: defaultdict(float))
     times: dict[Phase, Times] = field(default_factory=lambda: defaultdict(Times))
@@ -167,15 +170,17 @@ class Trial:
         if pair.cold:
             return
         self.plan, self.eager = min(self.plan, pair.plan), min(self.eager, pair.eager)
+        self.slowest = max(self.slowest, pair.eager)
         slower = pair.plan > SLOWER * pair.eager
         self.won += not slower
         self.lost += slower and not pair.stopped  # one that was stopped in a call that is slow anyway tells nothing
         # Noise only adds time, to pairs of either outcome: eager's best of a few must have the same.
         best = sum(t.best for t in self.times.values()) if self.alike else math.inf
-        behind = min(self.plan, best) > SLOWER * self.eager
+        fastest = min(self.plan, best)
+        behind, clear = fastest > SLOWER * self.eager, self.lost >= WINS and fastest > CLEARLY * self.slowest
         if self.won >= WINS and not behind:
             self.verdict, self.sure = "plan", True
-        elif self.lost >= LOSSES:
+        elif self.lost >= LOSSES or clear:
             self.verdict, self.sure = "eager" if behind else "plan", behind
         elif self.won >= LOSSES:
             self.verdict = "plan"
