@@ -179,13 +179,13 @@ def _parsed(cls: type[Backend] | None, options: Mapping[str, Any] | None, mode: 
 
 def _rules(cls: type[Backend]) -> set[str]:
     """All rule ids: the host's, those of the rows loaded with backends, and those that this backend adds."""
-    from fusewright.rewrite import batches, branches, contractions, grouped, pairs, widen, written
+    from fusewright.rewrite import batches, branches, contractions, grouped, pairs, picked, widen, written
     from fusewright.rewrite.loops import associative, filled, recurrence, repeated, unrolled
     from fusewright.rewrite.rules import RULES
     from fusewright.toolkit.region import pattern
 
     cls.lowers()  # imports the backend's tables, whose rows register their ids
-    modules = (associative, batches, branches, contractions, filled, grouped, pairs, recurrence, repeated, widen, written)
+    modules = (associative, batches, branches, contractions, filled, grouped, pairs, picked, recurrence, repeated, widen, written)
     passes = (m.ID for m in modules)
     host = {"cse", *passes, *(rule.id for rule in (*RULES, *unrolled.RULES))}
     return {*host, *pattern.RULES, *cls.rules}

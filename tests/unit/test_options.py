@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 import re
 import subprocess
 import sys
@@ -12,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from fusewright import dynamo, registry
+from fusewright import dynamo, registry, rewrite
 from fusewright.config import ENV, MODES, Options, options_of_mode
 from fusewright.errors import OptionError
 from fusewright.stages import rounds
@@ -49,6 +51,12 @@ def test_a_value_that_means_nothing_is_refused_with_the_nearest_that_does(option
 def test_rules_of_the_host_and_of_the_backend_can_be_switched_off(rule: str) -> None:
     parsed = dynamo._parsed(registry.info("x86_onednn").cls, {"disable_rules": [rule]}, None)
     assert parsed.disable_rules == (rule,)
+
+
+def test_every_rewrite_of_the_host_can_be_switched_off() -> None:
+    modules = [importlib.import_module(m.name) for m in pkgutil.walk_packages(rewrite.__path__, f"{rewrite.__name__}.")]
+    ids = {m.ID for m in modules if hasattr(m, "ID")}
+    assert len(ids) > 5 and not ids - dynamo._rules(registry.info("x86_onednn").cls)
 
 
 def test_a_rule_of_a_table_that_nothing_has_imported_yet_is_known() -> None:
