@@ -84,6 +84,8 @@ def compile_dynamo(
             raise
         warn_once(f"{e} Eager runs this model.")
         return gm.forward
+    if _given_fakes(gm, example_inputs):
+        return gm.forward
     if backend.device_type == _device_type(example_inputs):
         backend.prepare()
     comparison = pipeline.comparison(backend, parsed)
@@ -149,6 +151,15 @@ def compile_dynamo(
 REFUSALS = (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError)
 """What operators raise for calls that they refuse, or that have no gradient. Dynamo knows what to do with errors derived from
 these."""
+
+
+def _given_fakes(gm: GraphModule, example_inputs: Sequence[Any]) -> bool:
+    """Whether a caller passes FakeTensors, of another mode than that which traces the graph: they have no memory for a plan to
+    read, and calls with other tensors do not pass this graph's guards."""
+    given = [compat.fake_mode_of(x) for x in example_inputs if compat.is_fake(x)]
+    values = [n.meta.get("example_value") for n in gm.graph.find_nodes(op="placeholder")] if given else []
+    traced = [compat.fake_mode_of(x) for x in values if compat.is_fake(x)]
+    return bool(traced) and any(mode not in traced for mode in given)
 
 
 def _here(backend: Backend, example_inputs: Sequence[Any]) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
 
 from fusewright.errors import FreedStorageError
@@ -187,6 +189,23 @@ def test_freed_memory_is_an_error_and_never_a_crash() -> None:
         compiled(f, "x86_onednn", {"cache": False})(x, y)
     y.untyped_storage().resize_(32 * 32 * 4)
     torch.testing.assert_close(run(x, y.fill_(2)), f(x, y))
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("within", [False, True])
+def test_fake_tensors_stay_fake(trained: bool, within: bool) -> None:
+    """Nothing is computed for a caller's FakeTensors; tensors with memory are computed before and after."""
+    model, x = nn.Sequential(nn.Linear(4, 8), nn.Softmax(-1)).requires_grad_(trained), torch.randn(2, 4)
+    run = compiled(model, "x86_onednn", {})
+    torch.testing.assert_close(run(x), model(x))
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fake = mode.from_tensor(x).requires_grad_(trained)
+    with mode if within else contextlib.nullcontext():
+        y = run(fake)
+        assert isinstance(y, FakeTensor) and y.shape == (2, 8) and y.requires_grad == trained
+        if trained:
+            assert isinstance(torch.autograd.grad(y.sum(), fake)[0], FakeTensor)
+    torch.testing.assert_close(run(x), model(x))
 
 
 def test_the_place_that_decides() -> None:
