@@ -57,6 +57,14 @@ def divide(a, b):
 
 
 @triton.jit
+def divide_by(a, b, inverse):
+    """The same for a divisor whose rounded reciprocal is known, and neither subnormal nor infinite: five instructions."""
+    q = a * inverse
+    better = tl.fma(tl.fma(-q, b, a), inverse, q)
+    return tl.where(tl.abs(better) > 0, better, q)
+
+
+@triton.jit
 def sigmoid(x):
     return divide(tl.full((), 1.0, x.dtype), 1.0 + libdevice.exp(-x))
 

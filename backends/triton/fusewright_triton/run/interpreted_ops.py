@@ -127,6 +127,7 @@ class Device:
     signbit = staticmethod(_compare(torch.signbit))
     reciprocal = staticmethod(_pointwise(torch.reciprocal))
     divide = staticmethod(_pointwise(torch.div))
+    divide_by = staticmethod(_pointwise(lambda a, b, inverse: a / b))
     sigmoid = staticmethod(_pointwise(torch.sigmoid))
     remainder = staticmethod(_pointwise(torch.remainder))
     floordiv = staticmethod(_pointwise(OPS["floordiv"].ref))
