@@ -279,6 +279,29 @@ def online(top, total, x):
 
 
 @triton.jit
+def lanes_sum(x, each: tl.constexpr):
+    """Sums of `each` elements, whichever a lane holds: no lane waits for another."""
+    return tl.reduce(tl.reshape(x, [x.shape[0] // each, each], can_reorder=True), 1, _add)
+
+
+@triton.jit
+def online_lanes(top, total, x, each: tl.constexpr):
+    """`online` for `each` elements to a running maximum. Their sum counts something as long as the maximum is -inf."""
+    some = tl.reshape(x, [x.shape[0] // each, each], can_reorder=True)
+    most = maximum(top, tl.reduce(some, 1, maximum))
+    by = tl.where(most == float("-inf"), 0.0, most)
+    more = tl.reduce(libdevice.exp(some - by[:, None]), 1, _add)
+    return most, tl.where(most == float("-inf"), 1.0, total * libdevice.exp(top - by) + more)
+
+
+@triton.jit
+def guarded(top, total):
+    """The sum of exp(x - maximum) where an infinite maximum counts as 0."""
+    whole = tl.where(top == float("inf"), top, total)
+    return tl.where(top == float("-inf"), 0.0, whole)
+
+
+@triton.jit
 def reduce_online(top, total, axis: tl.constexpr, last: tl.constexpr):
     """The same over lanes. The `last` one gives NaN where the maximum is infinite, as inf - inf does."""
     most = reduce_max(top, axis)

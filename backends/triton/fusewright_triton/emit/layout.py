@@ -13,7 +13,7 @@ from fusewright.toolkit.ir.extent import Atom, Extent
 from fusewright.toolkit.ir.index import Coefs
 from fusewright.toolkit.ir.ir import Kernel, Node, Stage
 from fusewright.toolkit.ir.types import TYPES
-from fusewright.toolkit.transform.online_softmax import pairs
+from fusewright.toolkit.transform.online_softmax import Total, totals
 from fusewright_triton.emit.schedule import LANE_BYTES, Config
 
 
@@ -54,8 +54,8 @@ class Layout:
     nodes: dict[int, Node]
     stage_of: dict[int, int]
     rowwise: frozenset[int] = field(default_factory=frozenset)
-    online: dict[int, int] = field(default_factory=dict)
-    """Sums that are computed in the pass of a maximum (see `online`); none where rows are held."""
+    online: dict[int, Total] = field(default_factory=dict)
+    """Sums that are computed in the pass of a maximum (see `online_softmax`); none where rows are held."""
 
     together: int | None = None
     """Neighbours in a row that every access can move at once, if that is less than a lane could (see `_together`)."""
@@ -82,6 +82,16 @@ class Layout:
     def vector_names(self, over_row: bool) -> frozenset[str]:
         """Return the block dimensions of a stage over P (or over P and R)."""
         return frozenset(d.var for d in self.vectors if over_row or d is not self.row)
+
+    def carried(self, dims: Iterable[str]) -> str:
+        """Return the block shape of what is carried through a loop over the row, for an operand that varies along `dims`."""
+        have = set(dims) | ({self.row.var} if self.row else set())
+        return f"[RB // {self.each}]" if self.each > 1 else self.shape(have)
+
+    @property
+    def each(self) -> int:
+        """The elements that a lane combines before it adds to what it carries: of blocks along the row alone."""
+        return self.config.each if self.rank == 1 and not self.config.persistent else 1
 
     def shape(self, dims: Iterable[str]) -> str:
         """Return the block shape of a value that varies along `dims`, e.g. "[XB, 1]"; "()" for a number."""
@@ -141,7 +151,7 @@ def make_layout(kernel: Kernel, config: Config) -> Layout:
     layout = Layout(
         kernel, config, dims, row, tuple(a for a in range(n_p) if a not in tiled), buffers, scalars, sizes,
         {}, kernel.node_map(), stage_of, rowwise,
-        {} if config.persistent else pairs(kernel), _together(kernel), _begin_anywhere(kernel, config),
+        {} if config.persistent else totals(kernel), _together(kernel), _begin_anywhere(kernel, config),
     )  # fmt: skip
     layout.dims_of = _spread_scans(kernel, layout, {i: layout.dims_of_axes(axes) for i, axes in kernel.axes_of().items()})
     return layout
