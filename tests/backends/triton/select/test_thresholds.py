@@ -80,7 +80,7 @@ LIBRARY: dict[str, tuple[Callable[[Net], Value], str, str]] = {
 
 @pytest.fixture(autouse=True)
 def small(thresholds: Callable[..., None]) -> None:
-    thresholds(padded_results=16 * 30, product_results=1 << 10)
+    thresholds(padded_results=16 * 30, product_results=1 << 10, unaligned_flops=1.0)
 
 
 def context(arch: str, *prefer: str, **more: Any) -> Context:
