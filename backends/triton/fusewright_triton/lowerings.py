@@ -47,7 +47,7 @@ for table in (LOWERINGS, CUDNN):
 CUDNN.add("sdpa", dtypes=aligned.HALF, dynamic=True, when=varying.reason)(by_rows(varying.ROWS))
 CUDNN.add("conv", dtypes=aligned.HALF, when=depthwise.reason)(by_rows(depthwise.ROWS))
 CUDNN.add("conv", dtypes=aligned.HALF, when=convolutions.reason)(
-    by_rows((*few_channels.ROWS, *grouped.ROWS, *more_channels.ROWS, *convolutions.ROWS))
+    by_rows((*few_channels.ROWS, *grouped.ROWS, conv_layouts.PLANES, *more_channels.ROWS, *convolutions.ROWS))
 )
 CUDNN.add("conv_backward", dtypes=aligned.HALF, when=grouped.backward_reason)(by_rows((grouped.BACKWARD,)))
 CUDNN.add("conv_backward", dtypes=aligned.HALF, when=convolutions.patches_backward_reason)(

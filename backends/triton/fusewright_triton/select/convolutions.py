@@ -98,7 +98,8 @@ def _kernels_read(value: Value, c: Calls) -> bool:
     return False
 
 
-def _bias_apart(m: Match, c: Calls) -> bool:
+def bias_apart(m: Match, c: Calls) -> bool:
+    """Return whether a kernel that reads a result adds the bias."""
     return bias_reason(m.anchor) is None and _kernels_read(m.out, c)
 
 
@@ -208,7 +209,7 @@ def _told(x: Ref, op: OpView, c: Calls) -> Ref:
     return c.made("aten::as_strided.default", x, spec.shape, channels_last_strides(spec.shape))  # type: ignore[arg-type]
 
 
-def _alone(m: Match, c: Calls) -> None:
+def alone(m: Match, c: Calls) -> None:
     """Emit torch's own call without its bias, which a kernel adds."""
     op = m.anchor
     add_bias(op, (c.exact(op.arg("input")), c.exact(op.arg("weight")), None, *geometry(op)), None, c)
@@ -457,7 +458,7 @@ def _product_with_activation(m: Match, c: Calls) -> None:
 
 NORM = maybe("batch_norm", _normed, "norm", rule="triton.conv.batch_norm")
 
-BIAS = Row("triton.conv.bias", chain("conv"), when=_bias_apart, write=_alone, note="convolution, bias in a kernel")
+BIAS = Row("triton.conv.bias", chain("conv"), when=bias_apart, write=alone, note="convolution, bias in a kernel")
 """Of any layout and dtype."""
 
 PATCHES_BACKWARD = Row(
