@@ -49,7 +49,7 @@ Steps = tuple[tuple[tuple[int, ...], tuple[Any, ...]], ...]
 class Trial:
     """Convolutions, each of which is the only reader of the one before, to be tried: whether images have to be copied in front of
     them and behind if they are channels-last; channels of zeros that the first then has, in and out; and whether an activation, a
-    part of the call then, is a pass of its own in planes."""
+    part of the call then, is a pass of its own in planes, and a bias, which the copy behind adds then, one of torch's call."""
 
     image: tuple[int, ...]
     steps: Steps
@@ -58,11 +58,12 @@ class Trial:
     dtype: torch.dtype = torch.float32
     more: tuple[int, int] = (0, 0)
     activated: bool = False
+    biased: bool = False
 
     @property
     def key(self) -> str:
         dtype, steps = str(self.dtype).removeprefix("torch."), " ".join(f"{w} {how}" for w, how in self.steps)
-        words = f"{f' more {self.more}' if any(self.more) else ''}{' activated' * self.activated}"
+        words = f"{f' more {self.more}' if any(self.more) else ''}{' activated' * self.activated}{' bias' * self.biased}"
         return f"convolution {dtype} layout {self.image} {steps} copied {self.copied}{words}"
 
     def tensors(self, last: bool, random: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -76,13 +77,13 @@ class Trial:
         image, *weights = (t.to(self.dtype).contiguous(memory_format=form) for t in (image, *weights))
         return image, weights
 
-    def call(self, x: torch.Tensor, w: torch.Tensor, how: tuple[Any, ...]) -> torch.Tensor:
+    def call(self, x: torch.Tensor, w: torch.Tensor, how: tuple[Any, ...], bias: torch.Tensor | None = None) -> torch.Tensor:
         """Run what eager would run."""
-        return torch.convolution(x, w, None, *how)
+        return torch.convolution(x, w, bias, *how)
 
-    def run(self, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
-        for w, (_, how) in zip(weights, self.steps, strict=True):
-            x = self.call(x, w, how)
+    def run(self, x: torch.Tensor, weights: Sequence[torch.Tensor], bias: torch.Tensor | None = None) -> torch.Tensor:
+        for k, (w, (_, how)) in enumerate(zip(weights, self.steps, strict=True), 1):
+            x = self.call(x, w, how, bias if k == len(weights) else None)
         return x
 
     def rounds(self, last: bool) -> list[bool]:
@@ -97,9 +98,10 @@ class Trial:
 
     def planes(self) -> Thunk:
         x, weights = self.tensors(last=False, random=True)
+        bias = self._bias() if self.biased else None
 
         def run() -> None:
-            out = self.run(x, weights)
+            out = self.run(x, weights, bias)
             if self.activated:
                 out.clone()
 
@@ -121,6 +123,10 @@ class Trial:
 
         return self._several(run)
 
+    def _bias(self) -> torch.Tensor:
+        shape, (*_, transposed, _, groups) = self.steps[-1]
+        return torch.ones(shape[1] * groups if transposed else shape[0], dtype=self.dtype, device=self.device)
+
     def _several(self, run: Callable[[], Any]) -> Thunk:
         return several(run, self.device, 1 if math.prod(self.image) >= LARGE else REPEATS)
 
@@ -130,7 +136,9 @@ def _trial(ops: Sequence[OpView], copied: tuple[bool, bool], c: Calls) -> Trial:
     steps = tuple((tuple(spec_of(op.arg("weight")).shape), convolutions.geometry(op)) for op in ops)
     alone = len(ops) == 1 and x.dtype is not torch.float32
     more = more_channels.added(first, c) if alone else (0, 0)
-    return Trial(tuple(x.shape), steps, copied, x.device, x.dtype, more, alone and _activates(first, c))  # type: ignore[arg-type]
+    biased = copied[1] and ops[-1].arg("bias") is not None
+    activated = alone and _activates(first, c)
+    return Trial(tuple(x.shape), steps, copied, x.device, x.dtype, more, activated, biased)  # type: ignore[arg-type]
 
 
 def _in_any_layout(op: OpView) -> bool:

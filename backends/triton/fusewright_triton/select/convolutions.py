@@ -98,6 +98,11 @@ def _kernels_read(value: Value, c: Calls) -> bool:
     return False
 
 
+def _copied_behind(value: Value, stride: Sequence[int], c: Calls) -> bool:
+    """Return whether a kernel copies a result that leaves the region with other strides."""
+    return c.graph.escapes(value) and not same_strides(spec_of(value), stride)
+
+
 def bias_apart(m: Match, c: Calls) -> bool:
     """Return whether a kernel that reads a result adds the bias."""
     return bias_reason(m.anchor) is None and _kernels_read(m.out, c)
@@ -169,7 +174,8 @@ def write(m: Match, c: Calls) -> None:
     if m.get("relu") is None:
         weight = folded(m, c)[0] if m.get("norm") is not None else packed(b.exact(op.arg("weight")), op, c)
         bias = None if m.get("unshifted") else op.arg("bias")
-        if bias is not None and spec_of(bias).dtype == spec_of(op.arg("weight")).dtype and _kernels_read(m.out, c):
+        apart = _kernels_read(m.out, c) or _copied_behind(m.out, stride, c)
+        if bias is not None and spec_of(bias).dtype == spec_of(op.arg("weight")).dtype and apart:
             add_bias(op, (x, weight, None, *rest), stride, c)
         else:
             library("aten::convolution.default", x, weight, c.exact(bias), *rest)

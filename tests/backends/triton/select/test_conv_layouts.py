@@ -67,7 +67,7 @@ def test_a_layout_that_alone_rounds_is_none(
 ) -> None:
     """Operands in TF32 have ten bits behind the point."""
 
-    def convolution(self: select.Trial, x: Tensor, w: Tensor, how: Any) -> Tensor:
+    def convolution(self: select.Trial, x: Tensor, w: Tensor, how: Any, bias: Tensor | None = None) -> Tensor:
         kind = last if x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous() else planes
         return torch.convolution((x * 1024).round() / 1024 if kind == "coarse" else x, w, None, *how)
 
@@ -133,6 +133,21 @@ def test_a_lone_convolution_stays_in_planes_if_that_is_faster(name: str) -> None
     assert [t.removesuffix(".default") for t in targets(fragment)] == ["aten::convolution"] and len(set(keys)) == 1
     (ours,), (eager,) = g.run(fragment, [y]), g.expected([y])
     assert torch.equal(ours, eager) and ours.stride() == eager.stride()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("transposed", [True, False])
+def test_the_copy_behind_adds_the_bias(transposed: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch adds it in a pass of its own, which is part of its call in planes."""
+    g = Net(dtype)
+    y = g.conv(g.tensor(2, 32, 6, 5), 32, 16, bias=True, transposed=transposed)
+    fragment, keys = asked(g, [y])
+    assert [t for t in targets(fragment) if t.startswith("kernel")] == ["kernel clone"] * 2 and keys[0].endswith("bias")
+    assert [t for t in text(fragment, prepare=False) if t.startswith("aten::convolution('_', '_', None")]
+    check(g, [y])
+    monkeypatch.setattr(select, "several", _once)
+    step = ((32, 16, 3, 3) if transposed else (16, 32, 3, 3)), (*GEOMETRY[:3], transposed, (0, 0), 1)
+    select.Trial((2, 32, 6, 5), (step,), (True, True), "cpu", dtype, biased=True).planes()()
 
 
 @pytest.mark.parametrize("name", LONE)
