@@ -239,10 +239,7 @@ def _stays(m: Match, c: Calls) -> bool:
 
 
 def _choice(trial: Trial, c: Calls) -> str:
-    """Return the faster layout. First comes the one without a trial."""
-    candidates = {"planes": trial.planes, "last": trial.last}
-    names = list(candidates) if trial.dtype is torch.float32 else list(reversed(candidates))
-    return c.ctx.choose(trial.key, Lazy({name: candidates[name] for name in names}))
+    return c.ctx.choose(trial.key, Lazy({"planes": trial.planes, "last": trial.last}))
 
 
 def _in_planes(m: Match, c: Calls) -> None:

@@ -81,8 +81,8 @@ def lowered(
 
 
 def _preferring(*names: str) -> Callable[[str, Sequence[str]], str]:
-    """Take the first of these names among candidates, or the layout that convolutions have without a trial, which is the first."""
-    return lambda key, candidates: next((n for n in names if n in candidates), candidates[0])
+    """Take the first of these names among candidates, or the layout that a convolution has without a trial."""
+    return lambda key, given: next(n for n in (*names, "planes" if "float32 layout" in key else "last") if n in given)
 
 
 def check(g: Sketch, outputs: Sequence[Value], *prefer: str) -> Fragment:
