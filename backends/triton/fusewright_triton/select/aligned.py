@@ -115,27 +115,38 @@ class Sizes:
     copies: int
 
 
+    def seconds(self, dtype: torch.dtype, c: Calls) -> tuple[float, float, float]:
+        """Return about how long a library takes for rows of any length and for whole vectors, and copies."""
+        by, bytes_ = c.target.bounds, dtype.itemsize
+        work = self.batch * self.m * self.n * self.k * bytes_  # 2 operations each; fp32 on matrix units has half the speed
+        moved = self.batch * (self.m * self.k + self.k * self.n + self.m * self.n) * bytes_ / by.bandwidth
+        copies = 2 * self.copied * bytes_ / by.bandwidth
+        return max(work / by.unaligned_flops, moved), max(work / by.library_flops, moved), copies
+
+
 def pays(s: Sizes, dtype: torch.dtype, c: Calls) -> bool:
     """Return whether copies with zeros cost less than a library's kernel for any rows: a formula of sizes on targets where it was
     fitted, elsewhere the least size for which a measurement is worth while."""
-    by, bytes_ = c.target.bounds, dtype.itemsize
-    largest = max(s.m * s.k, s.k * s.n, s.m * s.n)
     if c.target.fitted is None:
-        return s.batch * largest >= by.padded_results
-    work = 2 * s.batch * s.m * s.n * s.k * bytes_ / 2  # fp32 on matrix units has half the speed
-    moved = s.batch * (s.m * s.k + s.k * s.n + s.m * s.n) * bytes_ / by.bandwidth
-    saved = max(work / by.unaligned_flops, moved) - max(work / by.library_flops, moved)
-    return saved > 2 * s.copied * bytes_ / by.bandwidth + COPY * s.copies
+        return s.batch * max(s.m * s.k, s.k * s.n, s.m * s.n) >= c.target.bounds.padded_results
+    unaligned, aligned, copies = s.seconds(dtype, c)
+    return unaligned - aligned > copies + COPY * s.copies
 
 
 def linear_pays(op: OpView, c: Calls) -> bool:
-    """Return whether a linear is padded though its weight has to be copied at each call."""
+    """Return whether a linear is padded. In inference of weights that are copied at each call the whole formula must say so; else
+    copies must not take longer than the product as it is, which small ones exceed by far."""
     x, w, out = (spec_of(v) for v in (op.arg("input"), op.arg("weight"), op.out))
     n, k = map(int, w.shape)  # type: ignore[arg-type]
     behind, more = lacking(op, c)
-    parts = [x.numel_hint() * (behind > 0 and not _only_a_kernel_makes(op.arg("input"), c)), w.numel_hint()]
+    constant = c.is_const(op.arg("weight"), op.arg("bias"))
+    parts = [x.numel_hint() * (behind > 0 and not _only_a_kernel_makes(op.arg("input"), c)), w.numel_hint() * (not constant)]
     parts.append(out.numel_hint() * (more > 0 and not _read_in_place(op.out, c)))
-    return pays(Sizes(1, out.numel_hint() // n, k, n, sum(parts), sum(map(bool, parts))), out.dtype, c)
+    sizes = Sizes(1, out.numel_hint() // n, k, n, sum(parts), sum(map(bool, parts)))
+    if not constant and c.graph.phase == "infer":
+        return pays(sizes, out.dtype, c)
+    unaligned, _, copies = sizes.seconds(out.dtype, c)
+    return c.target.fitted is None or copies <= unaligned
 
 
 def rows_reason(op: OpView) -> str | None:

@@ -40,11 +40,8 @@ def _siblings(m: Match, c: Calls) -> Match | None:
 
 
 def _padding_helps(m: Match, c: Calls) -> bool:
-    """Match unsuitable widths, if the weight is constant and so padded once, or in training, where it is padded at each call; in
-    inference where the product is long enough for that."""
-    op = m.anchor
-    constant = c.is_const(op.arg("weight"), op.arg("bias"))
-    return any(lacking(op, c)) and (constant or c.graph.phase != "infer" or linear_pays(op, c))
+    """Match unsuitable widths."""
+    return any(lacking(m.anchor, c)) and linear_pays(m.anchor, c)
 
 
 def _concatenated(m: Match, c: Calls) -> None:

@@ -140,6 +140,16 @@ def test_copies_must_pay(m: int, k: int, n: int, paid: bool) -> None:
     assert aligned.pays(aligned.Sizes(1, m, k, n, m * k + k * n + m * n, 3), BF16, c) == paid  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("made", [True, False])
+def test_long_rows_of_few_results_are_copied_by_nobody(made: bool, thresholds: Callable[..., None]) -> None:
+    """The copy would take longer than the product, which reads them once; a kernel that makes them writes zeros for nothing."""
+    thresholds(unaligned_flops=FITTED.unaligned_flops)
+    g = Net()
+    x = g.tensor(512, 1021)
+    fragment = lowered(g, [linear(g, g.op("relu", x) if made else x, 1021, 16)])
+    assert any(note == "product, padded" for note in fragment.notes.values()) == made
+
+
 def test_the_scores_of_attention_are_left_to_it() -> None:
     """A row that matches at the softmax takes the product as well."""
     g = Net()
