@@ -24,11 +24,14 @@ from fusewright_triton.select.calls import Calls
 LEAST = 1 << 20
 """Elements of the smallest image for which three kernels pay."""
 
+FEW = 16
+"""Pixels below which the numbers of channels, in fp32, would be a large part of what the images are; not measured."""
+
 
 def _has_groups(op: OpView) -> bool:
     """Whether a norm has several groups of several channels, in large images, volumes or sequences of fixed sizes."""
     x, groups = spec_of(op.arg("input")), op.arg("group")
-    floats = x.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    floats = x.dtype in (torch.float32, torch.bfloat16, torch.float16) and op.arg("HxW") >= FEW
     return floats and x.static and x.rank >= 3 and 1 < groups < x.shape[1] and x.numel_hint() >= LEAST
 
 

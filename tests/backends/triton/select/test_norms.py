@@ -99,6 +99,12 @@ def test_gradients_are_eagers(groups: int, c: int, mask: tuple[bool, bool, bool]
     check(g, gradient(g, groups, c, mask is not None, mask or (True, False, False)))
 
 
+def test_a_few_pixels_are_rows() -> None:
+    """A number of each channel would be as much memory as the images."""
+    g = Net(F32)
+    assert not by_channels(check(g, drawn(g, 4, 8, True, (3, 2))))
+
+
 def test_digits_far_from_zero_are_kept() -> None:
     """Where the mean is many times the spread, squares of the numbers themselves would cancel."""
     g = Net(F32)
