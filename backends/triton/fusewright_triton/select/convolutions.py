@@ -21,7 +21,7 @@ from fusewright import ops
 from fusewright.interface import OpView, TensorSpec, Value
 from fusewright.ops.core import Kind
 from fusewright.ops.strides import CHANNELS_LAST
-from fusewright.plan.ir import Ref
+from fusewright.plan.ir import Call, Ref
 from fusewright.toolkit.region.builder import channels_last_strides, contiguous_strides, same_strides
 from fusewright.toolkit.region.graph import Claim, spec_of
 from fusewright.toolkit.region.pattern import Match, chain, find, maybe, one, p
@@ -178,7 +178,7 @@ def write(m: Match, c: Calls) -> None:
         if bias is not None and spec_of(bias).dtype == spec_of(op.arg("weight")).dtype and apart:
             add_bias(op, (x, weight, None, *rest), stride, c)
         else:
-            library("aten::convolution.default", x, weight, c.exact(bias), *rest)
+            _convolve("aten::convolution.default", (x, weight, c.exact(bias), *rest), b.with_layout(m.out, stride), op, c)
         return
     weight, bias = folded(m, c)
     if m.get("shortcut") is not None:
@@ -225,10 +225,20 @@ def add_bias(
     op: OpView, args: tuple[Any, ...], stride: Sequence[int] | None, c: Calls, target: str = "aten::convolution.default"
 ) -> None:
     """Emit a convolution without bias, and the bias as an op for the fuser."""
-    b, out = c.b, spec_of(op.out)
+    out = spec_of(op.out)
     made = c.ctx.value(out if stride is None else replace(out, stride=tuple(stride)))
-    b.call(target, *args, out=made, op=op)
+    _convolve(target, args, made, op, c)
     bias_behind(op, made, stride, c)
+
+
+def _convolve(target: str, args: tuple[Any, ...], out: Value, op: OpView, c: Calls) -> None:
+    """Emit a convolution. Simulated devices have no channels-last kernels for some volumes, and copy the result."""
+    if c.fused or spec_of(out).rank != 5 or layout_of(spec_of(out)) != "channels_last":
+        c.b.call(target, *args, out=out, op=op)
+        return
+    made = Ref(c.ctx.value(None).id)
+    c.b.append(Call(target, args, (made.id,), op_id=op.id))
+    c.b.append(Call("aten::clone.default", (made,), (out.id,), (("memory_format", torch.channels_last_3d),)))
 
 
 def bias_behind(op: OpView, made: Value, stride: Sequence[int] | None, c: Calls) -> None:

@@ -3,6 +3,7 @@ trial if no image is copied for it."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from fusewright.toolkit.rules.space import layout_of
 from fusewright_triton.backend import NvidiaTriton
 from fusewright_triton.select import conv_layouts as select
+from fusewright_triton.select import norms
 from tests.backends.triton.select.test_calls import REAL, Net, check, lowered, text
 from tests.fragments import Context, by_preference, targets
 
@@ -51,6 +53,34 @@ def test_volumes_with_group_norms_are_channels_last_too() -> None:
     g = Net(torch.float32)
     y = g.conv(g.relu(g.tensor(2, 4, 5, 6, 7)), 4, 8)
     assert moves_weights(check(g, [g.op("group_norm", y, None, None, 2, 8, 210, 4, 1e-5)]))
+
+
+class Volumes(torch.nn.Module):
+    """A block of a network of volumes: group norms between convolutions, a shortcut of single pixels, a step down."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        conv, norm = torch.nn.Conv3d, torch.nn.GroupNorm
+        self.first, self.a, self.b, self.side = conv(4, 8, 3, padding=1), conv(8, 16, 3, padding=1), norm(2, 8), conv(8, 16, 1)
+        self.up = torch.nn.ConvTranspose3d(16, 8, 2, 2, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.up(self.a(torch.relu(self.b(x))) + self.side(x))  # type: ignore[no-any-return]
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_block_of_volumes(batch: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(norms, "LEAST", 1)
+    torch.manual_seed(0)
+    net, x = Volumes().to(dtype).eval(), torch.randn(batch, 4, 4, 5, 6).to(dtype)
+    compiled = torch.compile(net, backend="nvidia_triton", options={"simulate": True, "cache": False, "strict": True})
+    with torch.no_grad():
+        ours, eager, exact = compiled(x), net(x), copy.deepcopy(net).double()(x.double())
+    assert ours.stride() == eager.stride()
+    assert (ours - exact).norm() <= 2 * (eager - exact).norm() + 1e-6 * exact.norm()
 
 
 @pytest.mark.parametrize(("prefer", "last"), [("last", True), ("planes", False)])
