@@ -6,6 +6,7 @@ import torch
 
 from fusewright.toolkit.backend.library import LoweringTable
 from fusewright_triton.select import (
+    aligned,
     conv_layouts,
     convolutions,
     depthwise,
@@ -33,6 +34,7 @@ for table in (LOWERINGS, CUDNN):
     table.add("linear", "mm", dtypes=FLOATS, dynamic=True, when=narrow.reason)(by_rows(narrow.ROWS))
     table.add("linear", dtypes=FLOATS, dynamic=True, when=products.reason)(by_rows(products.ROWS))
     table.add("mm", dtypes=FLOATS, dynamic=True, when=quantized.mm_reason)(by_rows(quantized.MM))
+    table.add("bmm", "addmm", "baddbmm", dtypes=FLOATS, when=aligned.rows_reason)(by_rows((aligned.ROWS,)))
     table.add("int_mm", dynamic=True, when=quantized.int_mm_reason)(by_rows(quantized.INT_MM))
     table.add("sdpa", when=decode.reason)(by_rows((*decode.ROWS, *sdpa.ROWS)))
     table.add("sdpa", when=short_sequence.reason)(by_rows(short_sequence.ROWS))
@@ -42,16 +44,16 @@ for table in (LOWERINGS, CUDNN):
     table.add("softmax", dtypes=FLOATS, when=unfused.reason)(by_rows(unfused.ROWS))
     table.add(*gathers.OPS, dtypes=FLOATS, when=gathers.reason)(by_rows(gathers.ROWS))
     table.add(*gathers.REDUCTIONS, dtypes=FLOATS, when=gathers.reduced_reason)(by_rows(gathers.REDUCED))
-CUDNN.add("sdpa", dtypes=products.HALF, dynamic=True, when=varying.reason)(by_rows(varying.ROWS))
-CUDNN.add("conv", dtypes=products.HALF, when=depthwise.reason)(by_rows(depthwise.ROWS))
-CUDNN.add("conv", dtypes=products.HALF, when=convolutions.reason)(
-    by_rows((*few_channels.ROWS, *grouped.ROWS, *more_channels.ROWS, *convolutions.ROWS))
+CUDNN.add("sdpa", dtypes=aligned.HALF, dynamic=True, when=varying.reason)(by_rows(varying.ROWS))
+CUDNN.add("conv", dtypes=aligned.HALF, when=depthwise.reason)(by_rows(depthwise.ROWS))
+CUDNN.add("conv", dtypes=aligned.HALF, when=convolutions.reason)(
+    by_rows((*few_channels.ROWS, *grouped.ROWS, conv_layouts.PLANES, *more_channels.ROWS, *convolutions.ROWS))
 )
-CUDNN.add("conv_backward", dtypes=products.HALF, when=grouped.backward_reason)(by_rows((grouped.BACKWARD,)))
-CUDNN.add("conv_backward", dtypes=products.HALF, when=convolutions.patches_backward_reason)(
+CUDNN.add("conv_backward", dtypes=aligned.HALF, when=grouped.backward_reason)(by_rows((grouped.BACKWARD,)))
+CUDNN.add("conv_backward", dtypes=aligned.HALF, when=convolutions.patches_backward_reason)(
     by_rows((convolutions.PATCHES_BACKWARD,))
 )
-CUDNN.add("conv_backward", dtypes=products.HALF, when=more_channels.backward_reason)(
+CUDNN.add("conv_backward", dtypes=aligned.HALF, when=more_channels.backward_reason)(
     by_rows((more_channels.BACKWARD, convolutions.BACKWARD))
 )
 CUDNN.add("conv", dtypes=(torch.float32,), when=convolutions.reason)(by_rows(conv_layouts.ROWS))

@@ -43,7 +43,7 @@ VECTORS = 4
 """The fewest loads shared by all short rows for which a block has lines of its own as well: each lane reads them once."""
 TILE = 32, 128
 """The sides of a tile in elements of up to four bytes, the second one along the longer run. Sixteen to each lane: with 64 of them,
-registers spill, and mish of 32x128x254x254 in bf16 took 2.25 ms on an H200, 1.05 so. A copy of 128x64x126x126 in bf16, whose planes
+registers spill, and mish of 32x128x254x254 in bf16 took 2.25 ms, 1.05 so. A copy of 128x64x126x126 in bf16, whose planes
 begin within sectors, takes 0.18 ms with a square of 64, 0.14 so."""
 TAPS = 4
 """The fewest elements of a window, read from one operand: lanes hold all of them, and fewer points."""
@@ -51,7 +51,7 @@ COLUMNS = 64
 """Columns of up to four bytes that a program passes over in steps."""
 COLUMN_STEPS = 4, 8
 """Elements of such a step to each lane: of positions of extremes, and of others. With 32, sums of 32x4096x4095 in bf16 took 0.75 ms
-on an H200 and 0.32 so, positions of 32x4096x4096 0.29 with eight and 0.25 so."""
+and 0.32 so, positions of 32x4096x4096 0.29 with eight and 0.25 so."""
 BESIDE = 4
 """The most elements apart that neighbours are read as such, without a window that covers what lies between."""
 THREADS = 128

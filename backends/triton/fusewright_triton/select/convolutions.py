@@ -21,7 +21,7 @@ from fusewright import ops
 from fusewright.interface import OpView, TensorSpec, Value
 from fusewright.ops.core import Kind
 from fusewright.ops.strides import CHANNELS_LAST
-from fusewright.plan.ir import Ref
+from fusewright.plan.ir import Call, Ref
 from fusewright.toolkit.region.builder import channels_last_strides, contiguous_strides, same_strides
 from fusewright.toolkit.region.graph import Claim, spec_of
 from fusewright.toolkit.region.pattern import Match, chain, find, maybe, one, p
@@ -98,7 +98,13 @@ def _kernels_read(value: Value, c: Calls) -> bool:
     return False
 
 
-def _bias_apart(m: Match, c: Calls) -> bool:
+def _copied_behind(value: Value, stride: Sequence[int], c: Calls) -> bool:
+    """Return whether a kernel copies a result that leaves the region with other strides."""
+    return c.graph.escapes(value) and not same_strides(spec_of(value), stride)
+
+
+def bias_apart(m: Match, c: Calls) -> bool:
+    """Return whether a kernel that reads a result adds the bias."""
     return bias_reason(m.anchor) is None and _kernels_read(m.out, c)
 
 
@@ -168,10 +174,11 @@ def write(m: Match, c: Calls) -> None:
     if m.get("relu") is None:
         weight = folded(m, c)[0] if m.get("norm") is not None else packed(b.exact(op.arg("weight")), op, c)
         bias = None if m.get("unshifted") else op.arg("bias")
-        if bias is not None and spec_of(bias).dtype == spec_of(op.arg("weight")).dtype and _kernels_read(m.out, c):
+        apart = _kernels_read(m.out, c) or _copied_behind(m.out, stride, c)
+        if bias is not None and spec_of(bias).dtype == spec_of(op.arg("weight")).dtype and apart:
             add_bias(op, (x, weight, None, *rest), stride, c)
         else:
-            library("aten::convolution.default", x, weight, c.exact(bias), *rest)
+            _convolve("aten::convolution.default", (x, weight, c.exact(bias), *rest), b.with_layout(m.out, stride), op, c)
         return
     weight, bias = folded(m, c)
     if m.get("shortcut") is not None:
@@ -208,7 +215,7 @@ def _told(x: Ref, op: OpView, c: Calls) -> Ref:
     return c.made("aten::as_strided.default", x, spec.shape, channels_last_strides(spec.shape))  # type: ignore[arg-type]
 
 
-def _alone(m: Match, c: Calls) -> None:
+def alone(m: Match, c: Calls) -> None:
     """Emit torch's own call without its bias, which a kernel adds."""
     op = m.anchor
     add_bias(op, (c.exact(op.arg("input")), c.exact(op.arg("weight")), None, *geometry(op)), None, c)
@@ -218,10 +225,20 @@ def add_bias(
     op: OpView, args: tuple[Any, ...], stride: Sequence[int] | None, c: Calls, target: str = "aten::convolution.default"
 ) -> None:
     """Emit a convolution without bias, and the bias as an op for the fuser."""
-    b, out = c.b, spec_of(op.out)
+    out = spec_of(op.out)
     made = c.ctx.value(out if stride is None else replace(out, stride=tuple(stride)))
-    b.call(target, *args, out=made, op=op)
+    _convolve(target, args, made, op, c)
     bias_behind(op, made, stride, c)
+
+
+def _convolve(target: str, args: tuple[Any, ...], out: Value, op: OpView, c: Calls) -> None:
+    """Emit a convolution. Simulated devices have no channels-last kernels for some volumes, and copy the result."""
+    if c.fused or spec_of(out).rank != 5 or layout_of(spec_of(out)) != "channels_last":
+        c.b.call(target, *args, out=out, op=op)
+        return
+    made = Ref(c.ctx.value(None).id)
+    c.b.append(Call(target, args, (made.id,), op_id=op.id))
+    c.b.append(Call("aten::clone.default", (made,), (out.id,), (("memory_format", torch.channels_last_3d),)))
 
 
 def bias_behind(op: OpView, made: Value, stride: Sequence[int] | None, c: Calls) -> None:
@@ -457,7 +474,7 @@ def _product_with_activation(m: Match, c: Calls) -> None:
 
 NORM = maybe("batch_norm", _normed, "norm", rule="triton.conv.batch_norm")
 
-BIAS = Row("triton.conv.bias", chain("conv"), when=_bias_apart, write=_alone, note="convolution, bias in a kernel")
+BIAS = Row("triton.conv.bias", chain("conv"), when=bias_apart, write=alone, note="convolution, bias in a kernel")
 """Of any layout and dtype."""
 
 PATCHES_BACKWARD = Row(

@@ -51,6 +51,11 @@ def _constant(m: Match, c: Calls) -> bool:
     return fits and any(_odd(op)) and _large(op, op.arg("input"), op.out, c)
 
 
+def added(op: OpView, c: Calls) -> tuple[int, int]:
+    """Return the channels of zeros that a convolution has, in and out."""
+    return _odd(op) if _constant(Match(op, (op,)), c) else (0, 0)
+
+
 def _write(m: Match, c: Calls) -> None:
     """Emit a convolution of more channels, in and out, and leave out those behind its result."""
     op, b = m.anchor, c.b

@@ -1,5 +1,5 @@
-"""Batch norms of inference that no convolution takes; group norms of channels-last images, and their gradients, by sums over the
-pixels of each channel.
+"""Batch norms of inference that no convolution takes; group norms of channels-last images (sequences and volumes too), and their
+gradients, by sums over the pixels of each channel.
 
 A row of such a group norm is the few channels of a group at every pixel: read by itself, it takes a piece of each sector of memory,
 and rows that no program can hold are read several times. Sums over pixels read whole channels, and the groups' numbers are few
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from fusewright.interface import OpView, TensorSpec, Value
-from fusewright.toolkit.region.builder import Builder, channels_last_strides
+from fusewright.toolkit.region.builder import Builder, channels_last_strides, same_strides
 from fusewright.toolkit.region.graph import spec_of
 from fusewright.toolkit.region.norms import of_constants, write_batch_norm
 from fusewright.toolkit.region.pattern import chain
@@ -23,30 +23,37 @@ from fusewright_triton.select.calls import Calls
 
 LEAST = 1 << 20
 """Elements of the smallest image for which three kernels pay."""
-PIXELS = (2, 3)
+
+FEW = 16
+"""Pixels below which the numbers of channels, in fp32, would be a large part of what the images are; not measured."""
 
 
 def _has_groups(op: OpView) -> bool:
-    """Whether a norm has several groups of several channels, in large images of fixed sizes."""
+    """Whether a norm has several groups of several channels, in large images, volumes or sequences of fixed sizes."""
     x, groups = spec_of(op.arg("input")), op.arg("group")
-    floats = x.dtype in (torch.float32, torch.bfloat16, torch.float16)
-    return floats and x.static and x.rank == 4 and 1 < groups < x.shape[1] and x.numel_hint() >= LEAST
+    floats = x.dtype in (torch.float32, torch.bfloat16, torch.float16) and op.arg("HxW") >= FEW
+    return floats and x.static and x.rank >= 3 and 1 < groups < x.shape[1] and x.numel_hint() >= LEAST
 
 
 def _or_as_it_is(op: OpView, c: Calls) -> _Groups | None:
     """Return the groups of a norm of channels-last images; leave any other to the fuser."""
     c.b.without(op)
     found = _Groups(op, c.b)
-    if layout_of(c.b.spec(found.images("input"))) == "channels_last":
+    if _channels_last(c.b.spec(found.images("input"))):
         return found
     c.b.leave(op)
     return None
 
 
+def _channels_last(x: TensorSpec) -> bool:
+    """Whether channels are innermost, in images of any rank."""
+    return layout_of(x) != "contiguous" and same_strides(x, channels_last_strides(x.shape))  # type: ignore[arg-type]
+
+
 @dataclass
 class _Groups:
     """Writes the ops of one norm for the fuser. Numbers of channels are fp32 [N, groups, channels of a group] or, to combine them
-    with images, [N, C, 1, 1]; numbers of groups have 1 in the place of channels."""
+    with images, [N, C, 1, 1] (or more dims); numbers of groups have 1 in the place of channels."""
 
     op: OpView
     b: Builder
@@ -55,6 +62,15 @@ class _Groups:
     def shape(self) -> tuple[int, int, int]:
         n, c, groups = self.op.arg("N"), self.op.arg("C"), self.op.arg("group")
         return n, groups, c // groups
+
+    @property
+    def pixels(self) -> tuple[int, ...]:
+        return tuple(range(2, spec_of(self.op.arg("input")).rank))
+
+    @property
+    def single(self) -> tuple[int, ...]:
+        """The size of an image of one pixel."""
+        return (1,) * len(self.pixels)
 
     def images(self, name: str) -> Value:
         """Images as they lie in memory: behind the copy to planes that eager makes on GPUs."""
@@ -79,12 +95,12 @@ class _Groups:
         """A number of each channel, or of its group, beside images."""
         if spec_of(x).shape != self.shape:
             x = self.b.append_op("expand", x, self.shape)
-        return self.b.append_op("reshape", x, (self.op.arg("N"), self.op.arg("C"), 1, 1))
+        return self.b.append_op("reshape", x, (self.op.arg("N"), self.op.arg("C"), *self.single))
 
     def give(self, x: Value, out: Value) -> None:
         """Let `x` be a result of the norm."""
         spec: TensorSpec = spec_of(out)
-        if spec.rank == 4:
+        if spec.rank == spec_of(self.op.arg("input")).rank:
             out = self.b.with_layout(out, channels_last_strides(spec.shape))  # type: ignore[arg-type]
         if spec_of(x).shape != spec.shape:
             x = self.b.append_op("view", x, spec.shape)
@@ -96,8 +112,8 @@ def _write(op: OpView, c: Calls) -> None:
     if g is None:
         return
     x = g.wide(g.images("input"))
-    means = g.channels(b.append_op("mean", x, PIXELS, True))
-    variances = g.channels(b.append_op("var", x, PIXELS, 0, True))
+    means = g.channels(b.append_op("mean", x, g.pixels, True))
+    variances = g.channels(b.append_op("var", x, g.pixels, 0, True))
     mean = b.append_op("mean", means, (2,), True)
     apart = b.append_op("sub", means, mean)
     variance = b.append_op("mean", b.append_op("addcmul", variances, apart, apart), (2,), True)
@@ -108,7 +124,7 @@ def _write(op: OpView, c: Calls) -> None:
     scaled = b.append_op("mul", centred, g.each(scale))
     bias = op.arg("bias")
     if bias is not None:
-        scaled = b.append_op("add", scaled, b.append_op("view", g.wide(bias), (1, op.arg("C"), 1, 1)))
+        scaled = b.append_op("add", scaled, b.append_op("view", g.wide(bias), (1, op.arg("C"), *g.single)))
     for made, out in zip((scaled, mean, rstd), op.outs, strict=True):
         g.give(made, out)
 
@@ -123,8 +139,8 @@ def _write_gradient(op: OpView, c: Calls) -> None:
     def centred() -> Value:  # once for each use, so that each kernel computes it and none stores it
         return b.append_op("sub", g.wide(g.images("input")), g.each(mean))
 
-    sums = g.channels(b.append_op("sum", gradient, PIXELS, True))
-    products = g.channels(b.append_op("sum", b.append_op("mul", gradient, centred()), PIXELS, True))
+    sums = g.channels(b.append_op("sum", gradient, g.pixels, True))
+    products = g.channels(b.append_op("sum", b.append_op("mul", gradient, centred()), g.pixels, True))
     wanted = dict(zip(("image", "weight", "bias"), op.outs, strict=True))
     if wanted["weight"].spec:
         g.give(b.append_op("sum", b.append_op("mul", products, rstd), (0,), False), wanted["weight"])

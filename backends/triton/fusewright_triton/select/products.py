@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
 
-from fusewright.interface import OpView, TensorSpec, Value
+from fusewright.interface import OpView
 from fusewright.plan.ir import Ref
 from fusewright.toolkit.backend.candidates import Lazy, Thunk
 from fusewright.toolkit.region.graph import spec_of
@@ -16,7 +15,7 @@ from fusewright.toolkit.region.pattern import Match, chain
 from fusewright.toolkit.region.products import joined, siblings_of, taken_apart, widths_of
 from fusewright.toolkit.region.rewrite import Row
 from fusewright_triton.select import epilogues
-from fusewright_triton.select.aligned import HALF, PADDED_TO, each_call, lacking, operands, rows, vector
+from fusewright_triton.select.aligned import lacking, linear_pays, operands, rows, vector
 from fusewright_triton.select.calls import Calls
 
 REPEATS = 10
@@ -41,9 +40,8 @@ def _siblings(m: Match, c: Calls) -> Match | None:
 
 
 def _padding_helps(m: Match, c: Calls) -> bool:
-    """Match unsuitable widths, if the weight is constant and so padded once, or in training, where it is padded at each call."""
-    constant = c.is_const(m.anchor.arg("weight"), m.anchor.arg("bias"))
-    return any(lacking(m.anchor, c)) and (constant or c.graph.phase != "infer")
+    """Match unsuitable widths."""
+    return any(lacking(m.anchor, c)) and linear_pays(m.anchor, c)
 
 
 def _concatenated(m: Match, c: Calls) -> None:
@@ -88,78 +86,6 @@ def _padded(m: Match, c: Calls) -> None:
         epilogues.linear(op, epilogues.sizes(op)[2], given, op.out, c)
 
 
-def mm_reason(op: OpView) -> str | None:
-    """Take only products whose operands may have rows that no fast kernel takes."""
-    operands = [spec_of(op.arg("self")), spec_of(op.arg("mat2"))]
-    if not all(s.static for s in operands) or not any(map(_gapless, operands)):
-        return "the operands suit torch's kernels as they are"
-    return None
-
-
-def _gapless(s: TensorSpec) -> bool:
-    """Return whether a matrix is dense with rows (or columns) whose length does not suit the fast kernels."""
-    return s.dtype in HALF and s.rank == 2 and 1 in s.stride and max(s.stride) % PADDED_TO != 0  # type: ignore[type-var, operator]
-
-
-def _worth_a_copy(s: TensorSpec, c: Calls) -> bool:
-    return _gapless(s) and s.numel_hint() >= c.target.bounds.padded_results
-
-
-def _copies_pay(m: Match, c: Calls) -> bool:
-    """Return whether operands are large and unsuitable, and a product of padded copies is faster."""
-    operands = [spec_of(m.anchor.arg("self")), spec_of(m.anchor.arg("mat2"))]
-    copied = [_worth_a_copy(s, c) for s in operands]
-    sizes = " ".join(f"{list(s.shape)}{list(s.stride)}" for s in operands)
-    key = f"padded operands {str(operands[0].dtype).removeprefix('torch.')} {sizes}"
-    return any(copied) and c.pays(key, partial(_mms, operands, [False, False]), partial(_mms, operands, copied))
-
-
-def _with_padded_rows(m: Match, c: Calls) -> None:
-    """Emit the product of zero-padded operands: the fast kernels want suitable sizes as well as strides. Rows added to the
-    result are cut off, which leaves no gaps."""
-    op, out = m.anchor, m.anchor.out
-    left, right = op.arg("self"), op.arg("mat2")
-    specs = [spec_of(left), spec_of(right)]
-    rows, inner, columns = _added(specs, [_worth_a_copy(s, c) for s in specs])
-    a, b = _enlarged(left, rows, inner, c), _enlarged(right, inner, columns, c)
-    if columns:
-        b = each_call(c, "aten::slice.Tensor", b, 1, 0, specs[1].shape[1])
-    whole = c.ctx.value(None) if rows else out
-    c.b.call("aten::mm.default", a, b, out=whole, op=op)
-    if rows:
-        c.b.call("aten::slice.Tensor", Ref(whole.id), 0, 0, spec_of(out).shape[0], out=out)
-
-
-def _added(specs: Sequence[TensorSpec], copied: Sequence[bool]) -> tuple[int, int, int]:
-    """Return the padding of M, K and N: of the rows, or of the columns where these are dense, of each copied operand."""
-    (m, k), (_, n) = (tuple(map(int, s.shape)) for s in specs)  # type: ignore[arg-type]
-    left, right = (s.stride[1] == 1 for s in specs)
-    inner = (copied[0] and left) or (copied[1] and not right)
-    return -m % PADDED_TO * (copied[0] and not left), -k % PADDED_TO * inner, -n % PADDED_TO * (copied[1] and right)
-
-
-def _enlarged(value: Value, rows: int, columns: int, c: Calls) -> Ref:
-    """Return a matrix padded with rows and columns of zeros; if its columns are dense, by padding the matrix that it transposes."""
-    if not rows and not columns:
-        return c.b.exact(value)
-    if spec_of(value).stride[1] != 1:
-        return each_call(c, "aten::t.default", _enlarged(_transposed(value, c), columns, rows, c))
-    key = value.id, rows, columns
-    if key not in c.padded:
-        c.padded[key] = c.b.append_op("constant_pad_nd", value, (0, columns, 0, rows), 0)
-    return Ref(c.padded[key].id)
-
-
-def _transposed(value: Value, c: Calls) -> Value:
-    """Return the matrix that `value` transposes, or emit an op that makes it."""
-    spec, made = spec_of(value), c.graph.producer(value)
-    if made is not None and made.op in ("t", "transpose", "permute"):
-        base = next(iter(made.inputs()))
-        if spec_of(base).shape == spec.shape[::-1] and spec_of(base).stride == spec.stride[::-1]:
-            return base
-    return c.b.append_op("t", value)
-
-
 def _concat_pays(m: Match, c: Calls) -> bool:
     """Return whether one product for all siblings is faster than one for each, by a short measurement."""
     group, ctx = m.ops, c.ctx
@@ -200,27 +126,6 @@ def _products(
     return run
 
 
-def _mms(specs: Sequence[TensorSpec], copied: Sequence[bool]) -> Thunk:
-    """Time a product of matrices, with those that are `copied` padded with zeros."""
-    given = [torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device=s.device).fill_(0.5) for s in specs]  # type: ignore[arg-type]
-    rows, inner, columns = _added(specs, copied)
-    more = (rows, inner), (inner, columns)
-
-    def run() -> None:
-        for _ in range(REPEATS):
-            torch.mm(*(_with_zeros(t, *added) for t, added in zip(given, more, strict=True)))
-        torch.cuda.synchronize(given[0].device)
-
-    return run
-
-
-def _with_zeros(t: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    if not rows and not columns:
-        return t
-    pad = torch.nn.functional.pad
-    return pad(t, (0, columns, 0, rows)) if t.stride(1) == 1 else pad(t.t(), (0, rows, 0, columns)).t()
-
-
 ROWS = (
     epilogues.ACTIVATION,
     epilogues.RESIDUAL,
@@ -239,9 +144,3 @@ ROWS = (
     epilogues.PLAIN,
 )  # fmt: skip
 """Rows of linears, in matching order."""
-
-PADDED_ROWS = Row(
-    "triton.product.padded_rows", chain("mm"), when=lambda m, c: mm_reason(m.anchor) is None, pays=_copies_pay,
-    write=_with_padded_rows, note="product, of padded rows",
-)  # fmt: skip
-"""A product whose large unsuitable operands are copied to padded rows; products of one tensor share the copy."""

@@ -23,7 +23,7 @@ from fusewright.toolkit.region.rewrite import Row
 from fusewright.toolkit.region.weight_only import behind, widened, widened_linear
 from fusewright_triton.kernels.int8_ops import LEAST_ROWS, LINEAR, MULTIPLE, int8_linear, int8_mm, linear_by_torch
 from fusewright_triton.kernels.int8_ops import MM as PRODUCT
-from fusewright_triton.select import products
+from fusewright_triton.select import aligned
 from fusewright_triton.select.calls import Calls
 
 REPEATS = 20
@@ -128,7 +128,7 @@ LINEAR8 = Row(
 )  # fmt: skip
 """A product with an 8-bit weight that the region widens, and the factor and bias of its epilogue."""
 
-MM = (LINEAR8, products.PADDED_ROWS)
+MM = (LINEAR8, aligned.ROWS)
 """Matched first by what makes the weight, then by its rows."""
 
 INT_MM = (Row("triton.int8.int_mm", chain("int_mm"), pays=_int_mm_pays, write=_int_mm, note="int8 product"),)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,17 +17,21 @@ from torch import nn
 
 from fusewright import machine
 from fusewright.interface import Device, Value
-from fusewright.plan.ir import Launch
+from fusewright.plan.ir import Call, Launch, Ref
 from fusewright_triton.backend import NvidiaTriton, RocmTriton, multiple
-from fusewright_triton.target import named
+from fusewright_triton.select import aligned
+from fusewright_triton.target import H100, named
 from tests.backends.triton.select.test_calls import BF16, F32, REAL, SIMULATED, Net, check, lowered, text
 from tests.fragments import targets
+
+FITTED = H100
+"""As measured, whatever a test sets."""
 
 
 @pytest.fixture(autouse=True)
 def small(thresholds: Callable[..., None]) -> None:
     """Make the tests' sizes count as large."""
-    thresholds(padded_results=64, product_results=1 << 10)
+    thresholds(padded_results=64, product_results=1 << 10, unaligned_flops=(1.0, 1.0))
 
 
 def linear(g: Net, x: Value, k: int, n: int, bias: bool = True) -> Value:
@@ -43,6 +50,122 @@ def test_the_kernel_that_makes_the_features_writes_zeros_behind_them(shape: tupl
     assert len(launches) == 2 and "aten::constant_pad_nd(('_', (0, 5, 0, 0), 0))" not in text(fragment, prepare=False)
     weights = f"(0, 5, 0, {-n % 8})"
     assert text(fragment, prepare=True)[0] == f"aten::constant_pad_nd('_', {weights}, 0)"
+
+
+def operand(g: Net, turned: bool, *shape: int) -> Value:
+    """Draw matrices, dense along columns if `turned`."""
+    return g.op("transpose", g.tensor(*shape[:-2], shape[-1], shape[-2]), -2, -1) if turned else g.tensor(*shape)
+
+
+TURNED = pytest.mark.parametrize("turned", list(itertools.product((False, True), repeat=2)))
+
+
+@TURNED
+@pytest.mark.parametrize(("m", "k", "n"), [(27, 35, 29), (24, 35, 16), (27, 16, 32), (24, 16, 29)])
+@pytest.mark.parametrize("phase", ["infer", "backward"])
+@pytest.mark.parametrize("name", ["mm", "bmm"])
+def test_products_have_rows_of_whole_vectors(
+    name: str, phase: Any, m: int, k: int, n: int, turned: tuple[bool, bool]
+) -> None:
+    """Of both operands and of the result: one row of any other length, and the library takes its slow kernel."""
+    g = Net()
+    g.phase = phase
+    batch = (2,) if name == "bmm" else ()
+    y = g.op(name, operand(g, turned[0], *batch, m, k), operand(g, turned[1], *batch, k, n))
+    odd = n % 8 or (k % 8 and (turned[1] or not turned[0])) or (m % 8 and turned[0])
+    fragment = check(g, [y])
+    assert any("padded rows" in note for note in fragment.notes.values()) == bool(odd)
+    check(g, [y, g.op("relu", y)])
+    assert all(length % 8 == 0 for s in factors(g, fragment, f"aten::{name}") for length in (max(s.stride[-2:]), _dense_length(s)))
+
+
+def _dense_length(s: Any) -> int:
+    return int(s.shape[s.stride.index(1)])
+
+
+def factors(g: Net, fragment: Any, target: str) -> list[Any]:
+    """The factors and results of a product, if the lowering made them."""
+    (call,) = [i for i in fragment.instructions if isinstance(i, Call) and i.target.startswith(target)]
+    refs = [a.id for a in call.args if isinstance(a, Ref)]
+    return [s for s in map(g.temporaries.get, refs) if s is not None]
+
+
+@TURNED
+@pytest.mark.parametrize("added", [(29,), (27, 29), (27, 1), (1, 29), (1,), ()])
+@pytest.mark.parametrize("name", ["addmm", "baddbmm"])
+def test_what_is_added_is_padded_too(name: str, added: tuple[int, ...], turned: tuple[bool, bool]) -> None:
+    g = Net()
+    batch = (2,) if name == "baddbmm" else ()
+    more = (2, *added) if len(added) == 2 and batch and added[0] > 1 else added
+    given = operand(g, turned[0], *batch, 27, 35), operand(g, turned[1], *batch, 35, 29)
+    fragment = check(g, [g.op(name, g.input(torch.randn(more).to(BF16)), *given, beta=0.5, alpha=2.0)])
+    assert any("padded rows" in note for note in fragment.notes.values())
+
+
+def test_a_matrix_times_itself() -> None:
+    g = Net()
+    x = g.tensor(27, 27)
+    check(g, [g.op("mm", x, x), g.op("mm", g.op("t", x), x), g.op("mm", x, g.op("t", x))])
+
+
+def test_rows_of_a_slice_are_copied() -> None:
+    g = Net()
+    x = g.op("slice", g.tensor(24, 35), 1, 0, 32)
+    fragment = check(g, [g.op("mm", x, g.tensor(32, 16))])
+    assert targets(fragment) == ["kernel clone", "aten::mm"]
+
+
+@pytest.mark.parametrize(("m", "k", "n"), [(1, 35, 29), (27, 35, 1), (1, 35, 16), (16, 35, 1), (1, 32, 29)])
+def test_vectors_are_no_matrices(m: int, k: int, n: int) -> None:
+    """Libraries multiply them by rows of any length: a padded vector took 0.39 ms of an H200, eager 0.26 (2048 x 262144)."""
+    for turned in itertools.product((False, True), repeat=2):
+        for batch, name, sizes in (((), "mm", ()), ((2,), "bmm", ()), ((), "addmm", (n,))):
+            g = Net()
+            given = operand(g, turned[0], *batch, m, k), operand(g, turned[1], *batch, k, n)
+            fragment = lowered(g, [g.op(name, *(g.tensor(*s) for s in [sizes] if s), *given)])
+            assert [t.removesuffix(".default") for t in targets(fragment) if "transpose" not in t] == [f"aten::{name}"]
+    g = Net()
+    assert targets(lowered(g, [linear(g, g.tensor(m, k), k, n)])) == ["aten::linear"]
+    g = Net()
+    assert targets(lowered(g, [g.op("linear", g.tensor(m, k), g.tensor(n, k), None)])) == ["aten::linear"]
+
+
+@pytest.mark.parametrize(("m", "k", "n", "paid"), [
+    (8205, 2949, 5921, True), (8192, 2949, 8192, True), (8192, 30522, 768, True), (65536, 2949, 4, False), (262144, 33, 32, False),
+    (515, 131, 77, False), (128, 262145, 2, False),
+])  # fmt: skip
+def test_copies_must_pay(m: int, k: int, n: int, paid: bool) -> None:
+    """Long products are padded; those that only read a large matrix or make one, or are small, are not."""
+    c = SimpleNamespace(target=replace(named("sm_90"), fitted=FITTED))
+    assert aligned.pays(aligned.Sizes(1, m, k, n, m * k + k * n + m * n, 3), BF16, c) == paid  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("made", [True, False])
+def test_long_rows_of_few_results_are_copied_by_nobody(made: bool, thresholds: Callable[..., None]) -> None:
+    """The copy would take longer than the product, which reads them once; a kernel that makes them writes zeros for nothing."""
+    thresholds(unaligned_flops=FITTED.unaligned_flops)
+    g = Net()
+    x = g.tensor(512, 1021)
+    fragment = lowered(g, [linear(g, g.op("relu", x) if made else x, 1021, 16)])
+    assert any(note == "product, padded" for note in fragment.notes.values()) == made
+
+
+def test_the_scores_of_attention_are_left_to_it() -> None:
+    """A row that matches at the softmax takes the product as well."""
+    g = Net()
+    scores = g.op("bmm", g.tensor(4, 29, 16), operand(g, True, 4, 16, 29))
+    y = g.op("bmm", g.op("softmax", g.op("mul", scores, 0.25), -1, False), g.tensor(4, 29, 16))
+    assert not any("padded rows" in note for note in lowered(g, [y]).notes.values())
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("k", "n"), [(35, 29), (35, 16), (16, 29)])
+def test_linears_whose_weights_are_inputs(k: int, n: int, bias: bool) -> None:
+    g = Net()
+    y = g.op("linear", g.tensor(24, k), g.tensor(n, k), g.tensor(n) if bias else None)
+    fragment = check(g, [y])
+    assert any(note == "product, padded" for note in fragment.notes.values())
+    assert "aten::constant_pad_nd" not in [t.removesuffix(".default") for t in targets(fragment)[: 0 if bias else None]]
 
 
 def test_others_read_the_rows_before_the_zeros() -> None:

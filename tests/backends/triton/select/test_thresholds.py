@@ -80,7 +80,7 @@ LIBRARY: dict[str, tuple[Callable[[Net], Value], str, str]] = {
 
 @pytest.fixture(autouse=True)
 def small(thresholds: Callable[..., None]) -> None:
-    thresholds(padded_results=16 * 30, product_results=1 << 10)
+    thresholds(padded_results=16 * 30, product_results=1 << 10, unaligned_flops=(1.0, 1.0))
 
 
 def context(arch: str, *prefer: str, **more: Any) -> Context:
@@ -164,7 +164,7 @@ def test_every_row_says_where_its_numbers_come_from(source: Any) -> None:
 
 ELSEWHERE: dict[str, str] = {
     "backend.py": "a row of where eager is faster, with its source",
-    "emit/layout.py": "why lanes take neighbours: no number is fitted",
+    "emit/addressing.py": "why lanes take neighbours: no number is fitted",
     "emit/memory.py": "why a mark stands in the code: its number is in the table",
     "emit/prefetch.py": "what a rule is worth; it counts registers",
     "kernels/attention_ops.py": "blocks of a kernel, which other targets take from their shared memory",
