@@ -232,8 +232,9 @@ def add_bias(
 
 
 def _convolve(target: str, args: tuple[Any, ...], out: Value, op: OpView, c: Calls) -> None:
-    """Emit a convolution. Simulated devices have no channels-last kernels for some volumes, and copy the result."""
-    if c.fused or spec_of(out).rank != 5 or layout_of(spec_of(out)) != "channels_last":
+    """Emit a convolution. Simulated devices have no channels-last kernels for some volumes in fp32, and copy the result."""
+    spec = spec_of(out)
+    if c.fused or spec.dtype is not torch.float32 or spec.rank != 5 or layout_of(spec) != "channels_last":
         c.b.call(target, *args, out=out, op=op)
         return
     made = Ref(c.ctx.value(None).id)

@@ -44,7 +44,7 @@ def calls(*disabled: str, fuel: int | None = None) -> tuple[list[str], RuleLog]:
     g = Net()
     y = block(g, g.tensor(2, 8, 7, 7), shortcut=True)
     log = RuleLog(disabled, fuel)
-    ctx = Context({}, REAL, by_preference("separate"), specs=g.temporaries, rules=log)
+    ctx = Context({}, REAL, by_preference("separate", "last"), specs=g.temporaries, rules=log)
     fragment = NvidiaTriton(REAL).compile(g.region([y]), ctx)
     assert isinstance(fragment, Fragment)
     return [name for t in text(fragment, prepare=False) if "conv" in (name := t.partition("(")[0])], log
