@@ -131,7 +131,8 @@ def candidates(kernel: Kernel, formula: Config, target: Target) -> list[Config]:
     """List the formula's choice first, then configurations whose block, warps, row or split differ from it by a factor
     of two or four, as far as the emitter can print them."""
     out = [formula]
-    for c in _near(kernel, formula):
+    for near in _near(kernel, formula):
+        c = schedule.combined(kernel, near, target) if near.warps else near
         if len(out) < MOST and c not in out and _sensible(c, target) and _printable(kernel, c):
             out.append(c)
     return out

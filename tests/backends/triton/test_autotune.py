@@ -111,6 +111,19 @@ def test_long_rows_vary_in_what_is_shared_and_in_what_is_held() -> None:
     assert len({c.split for c in found}) > 1
 
 
+@pytest.mark.parametrize("target", [H100, AMD["gfx942"]], ids=lambda t: t.arch)
+@pytest.mark.parametrize(
+    "kernel", [SHAPES["long row"], SHAPES["symbolic"], kernels.softmax(64, 32000)], ids=["long row", "symbolic", "held"]
+)
+def test_lanes_combine_what_they_hold_in_every_candidate(kernel: Kernel, target: Target) -> None:
+    """With more, lanes would exchange elements in each step; with less, they would rescale more often."""
+    found = candidates(kernel, schedule.choose(kernel, target), target)
+    stepping = [c for c in found if not c.persistent and all(t.block == 1 for t in c.tiles)]
+    assert len({c.warps for c in stepping}) > 1
+    assert all(c.each == max(1, c.row // (c.warps * target.lanes)) for c in stepping)
+    assert all(c.each == 1 for c in found if c not in stepping)
+
+
 @pytest.mark.parametrize("shape", ["pointwise", "row in registers", "columns"])
 def test_every_candidate_computes_the_same(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Interpret a small kernel of the shape in each configuration."""

@@ -321,7 +321,14 @@ def _rows(kernel: Kernel, shape: _Shape, target: Target, static: bool) -> Config
     step = min(_pow2(max(shape.row, 16)), 1024 if alone else 4096 if (joined and not again) or shape.live > 4 else 8192)
     split = _split(kernel, shape, shape.points, step, target)
     warps = _warps(step, ONLINE_ELEMENTS if joined else STEP_ELEMENTS, target)
-    return Config(_tile(every, 1), step, False, split, warps, max(1, step // (warps * target.lanes)) if joined else 1)
+    return combined(kernel, Config(_tile(every, 1), step, False, split, warps), target)
+
+
+def combined(kernel: Kernel, config: Config, target: Target) -> Config:
+    """Return the configuration in which lanes combine all they hold of a step, no more, where that saves rescaling."""
+    steps = bool(config.row) and not config.persistent and all(t.block == 1 for t in config.tiles)
+    each = config.row // (config.warps * target.lanes) if steps and totals(kernel) else 1
+    return replace(config, each=max(1, each))
 
 
 def _online(kernel: Kernel, row: int, target: Target) -> bool:

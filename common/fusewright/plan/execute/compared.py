@@ -4,9 +4,10 @@ Callers always get the plan's results until a verdict: eager runs in addition, a
 dropped. Shadows are stopped after STOPPED times the plan's time, and spread so that their time, with that of comparing whole
 calls (`turns.py`), is at most one in SHARE of the plan's. A pair is the time of a shadow and of the plan's call after it, which
 favours the plan: its inputs are then in the cache. The plan stays after WINS pairs in which it is not slower, unless its best call
-is; eager replaces it after LOSSES pairs in which it is, or after WINS if none of its calls comes near eager's. What a shadow runs
-for the first time warms up, and is no pair: if it is stopped there, the next one comes further. Forward and backward have one
-verdict, because kernels of one half rely on the layout of what the other half hands over; a shadow of each makes a pair.
+is; eager replaces it after LOSSES pairs in which it is, or after WINS if none of its calls comes as near eager's as they differ
+among themselves: once it lost, more of them are timed. What a shadow runs for the first time warms up, and is no pair: if it is
+stopped there, the next one comes further. Forward and backward have one verdict, because kernels of one half rely on the layout of
+what the other half hands over; a shadow of each makes a pair.
 """
 
 from __future__ import annotations
@@ -59,7 +60,11 @@ WINS, LOSSES = 2, 5
 
 SLOWER, CLEARLY = 1.03, 1.1
 """How many times eager's seconds a plan takes that loses a pair; and its best call, if two such pairs are enough, of eager's
-worst: noise does not make both."""
+worst, at least: with more noise as many as its usual call takes of its best."""
+
+FEWEST, MANY = 9, 40
+"""Timed calls of the plan without which two pairs are not enough: of a few, all may be disturbed, and both of eager not. Until
+there are `MANY`, a plan that lost a pair is timed in some calls without eager, on a device too."""
 
 STOPPED = 1.5
 """Eager is stopped after this many times the plan's usual time: it has lost, and would cost too much."""
@@ -82,10 +87,12 @@ MOST_STORED = 4096
 class Times:
     """Of calls of a plan."""
 
+    calls: int = 0
     best: float = math.inf
     latest: deque[float] = field(default_factory=lambda: deque(maxlen=15))
 
     def add(self, seconds: float) -> None:
+        self.calls += 1
         self.best = min(self.best, seconds)
         self.latest.append(seconds)
 
@@ -126,8 +133,8 @@ class Ran:
 class Trial:
     """The comparison for one class of sizes, which are all the same if `alike`. `spent` and `cheapest` are costs of pairs in calls
     of the plan, `around` is what comparing whole calls (`turns.py`) cost; `forward` is the first half of a pair whose backward is
-    to come. `done` is the part of eager's calls that has run before. `plan` and `eager` are the least seconds of pairs, `slowest`
-    the most of eager; `whole` is an estimate where eager was always stopped. Only a `sure` verdict is stored."""
+    to come. `done` is the part of eager's calls that has run before. `plan` and `eager` are the least seconds of pairs, `eagers`
+    all of eager; `whole` is an estimate where eager was always stopped. Only a `sure` verdict is stored."""
 
     sizes: Hashable = ()
     alike: bool = True
@@ -143,7 +150,7 @@ class Trial:
     forward: Pair | None = None
     plan: float = math.inf
     eager: float = math.inf
-    slowest: float = 0.0
+    eagers: list[float] = field(default_factory=list)
     whole: float = math.inf
     done: dict[Phase, float] = field(default_factory=lambda: defaultdict(float))
     times: dict[Phase, Times] = field(default_factory=lambda: defaultdict(Times))
@@ -151,6 +158,10 @@ class Trial:
     def untimed(self, phase: Phase) -> bool:
         """Whether too little is known to limit eager."""
         return len(self.times[phase].latest) < TIMED
+
+    def doubted(self, phase: Phase) -> bool:
+        """Whether the plan lost a pair, and too little is known of its own times to tell noise."""
+        return self.lost > 0 and self.times[phase].calls < MANY
 
     def usual(self) -> float:
         """Seconds that the plan takes."""
@@ -170,20 +181,34 @@ class Trial:
         if pair.cold:
             return
         self.plan, self.eager = min(self.plan, pair.plan), min(self.eager, pair.eager)
-        self.slowest = max(self.slowest, pair.eager)
+        self.eagers.append(pair.eager)
         slower = pair.plan > SLOWER * pair.eager
         self.won += not slower
         self.lost += slower and not pair.stopped  # one that was stopped in a call that is slow anyway tells nothing
-        # Noise only adds time, to pairs of either outcome: eager's best of a few must have the same.
-        best = sum(t.best for t in self.times.values()) if self.alike else math.inf
-        fastest = min(self.plan, best)
-        behind, clear = fastest > SLOWER * self.eager, self.lost >= WINS and fastest > CLEARLY * self.slowest
-        if self.won >= WINS and not behind:
+        if self.won >= WINS and not self._behind(0):
             self.verdict, self.sure = "plan", True
-        elif self.lost >= LOSSES or clear:
-            self.verdict, self.sure = "eager" if behind else "plan", behind
+        elif self.lost >= LOSSES or self._clear():
+            self.sure = self._behind(len(self.eagers) // LOSSES)  # one call of eager may be fast by chance
+            self.verdict = "eager" if self.sure else "plan"
         elif self.won >= LOSSES:
             self.verdict = "plan"
+
+    def _fastest(self) -> float:
+        """Seconds of the plan's best call, of pairs alone if sizes differ."""
+        return min(self.plan, sum(t.best for t in self.times.values()) if self.alike else math.inf)
+
+    def _behind(self, but: int) -> bool:
+        """Whether the plan's best call is slower than eager's best but so many: noise only adds time, to calls of either."""
+        return self._fastest() > SLOWER * sorted(self.eagers)[but]
+
+    def _clear(self) -> bool:
+        """Whether two pairs are enough: the plan's best of many calls is slower than all of eager's by more than noise makes out
+        among the plan's own."""
+        if not self.alike or self.lost < WINS or any(t.calls < FEWEST for t in self.times.values()):
+            return False
+        fastest = self._fastest()
+        noise = self.usual() / max(sum(t.best for t in self.times.values()), 1e-12)
+        return fastest > max(CLEARLY, noise) * max(self.eagers)
 
     def end(self) -> None:
         """Keep the plan, though it is not known to be faster."""
@@ -388,9 +413,9 @@ class Comparison:
 
     def _measured(self, half: Half, plan: Run, trial: Trial, args: list[Any], due: bool) -> Any:
         """A call that is timed, beside eager if that is `due`."""
-        if due and self.may() and turn.take(me := object()):
+        if (due or trial.doubted(half.phase)) and self.may() and turn.take(me := object()):
             try:
-                return self._compare(half, plan, trial, args)
+                return self._compare(half, plan, trial, args) if due else self._alone(half, plan, trial, args)
             finally:
                 turn.leave(me)
         if half.waiting(args) is not at_once or trial.calls < WARM_UP:  # a device would have to be waited for
@@ -403,6 +428,12 @@ class Comparison:
         wait()
         trial.times[half.phase].add(clock() - start)
         return result
+
+    def _alone(self, half: Half, plan: Run, trial: Trial, args: list[Any]) -> Any:
+        """The plan in a call without eager, which tells how much its times differ."""
+        wait = half.waiting(args)
+        wait()
+        return self._timed(half, plan, trial, args, wait)
 
     def _compare(self, half: Half, plan: Run, trial: Trial, args: list[Any]) -> Any:
         """Run the shadow, then the plan."""

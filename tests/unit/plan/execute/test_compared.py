@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -19,7 +20,19 @@ from fusewright import pipeline, registry
 from fusewright.config import Options
 from fusewright.interface import Phase
 from fusewright.plan.execute import compared
-from fusewright.plan.execute.compared import LOSSES, MOST_CLASSES, SHARE, STOPPED, TIMED, WARM_UP, WINS, Comparison
+from fusewright.plan.execute.compared import (
+    FEWEST,
+    LOSSES,
+    MANY,
+    MOST_CLASSES,
+    SAMPLED,
+    SHARE,
+    STOPPED,
+    TIMED,
+    WARM_UP,
+    WINS,
+    Comparison,
+)
 from fusewright.plan.execute.shadow import Eager, TooLong, Unfit
 
 aten = torch.ops.aten
@@ -108,13 +121,69 @@ def test_what_is_slower_is_given_back_and_said_once(
     assert caplog.text.count(f"{plan * 1e3:.3f} ms compiled and 1.000 ms in eager") == 1 == len(caplog.records)
 
 
-def test_two_pairs_settle_nothing_if_the_plan_has_a_call_near_eagers_worst(world: World) -> None:
-    for best, eager, expected in ((1.3, (1.0, 1.1), "eager"), (1.15, (1.0, 1.1), None), (1.3, (1.0, 1.25), None)):
-        trial = compared.Trial()
-        trial.times["infer"].add(best)
+@pytest.mark.parametrize(
+    ("timed", "eager", "expected"),
+    [
+        ([1.3] * FEWEST, (1.0, 1.1), "eager"),
+        ([1.3] * FEWEST + [1.15], (1.0, 1.1), None),
+        ([1.3] * FEWEST, (1.0, 1.25), None),
+        ([1.3] * (FEWEST - 1), (1.0, 1.1), None),
+        ([1.3, *[1.8] * FEWEST], (1.0, 1.1), None),
+    ],
+    ids=["clear", "a call near eager's worst", "eager near the plan", "too few calls", "calls that differ as much"],
+)  # fmt: skip
+def test_two_pairs_are_enough_if_the_plans_own_calls_tell_that_it_is_not_noise(
+    world: World, timed: list[float], eager: tuple[float, ...], expected: str | None
+) -> None:
+    for alike in (True, False):
+        trial = compared.Trial(alike=alike)
+        for seconds in timed:
+            trial.times["infer"].add(seconds)
         for seconds in eager:
             trial.add(compared.Pair(eager=seconds, plan=1.4, cost=seconds))
-        assert trial.verdict == expected and trial.sure == (expected is not None)
+        assert trial.verdict == (expected if alike else None), "calls of several sizes say nothing about noise"
+        assert trial.sure == (trial.verdict is not None)
+
+
+@pytest.mark.parametrize("device", [False, True])
+@pytest.mark.parametrize(("spread", "slow"), [(0.2, 0.0), (0.03, 0.5)])
+def test_noise_does_not_drop_a_plan_as_fast_as_eager(
+    monkeypatch: pytest.MonkeyPatch, world: World, spread: float, slow: float, device: bool
+) -> None:
+    """All calls are noisy, or every other one is disturbed. By margins alone 27 in 1000 were dropped on a device."""
+    draw = random.Random(0)
+    if device:
+        monkeypatch.setattr(compared, "waiting", lambda found: lambda: None)
+
+    def times() -> list[float]:
+        return [(1.4 if draw.random() < slow else 1.0) + spread * abs(draw.gauss(0, 1)) for _ in range(150)]
+
+    dropped = 0
+    for _ in range(300):
+        run = world.graph(comparison(), times(), times())
+        dropped += "eager" in {run([1]) for _ in range(150)}
+    assert dropped == 0
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_device_is_waited_for_in_some_more_calls_of_a_plan_that_lost(
+    monkeypatch: pytest.MonkeyPatch, world: World, lost: int
+) -> None:
+    waits: list[int] = []
+    monkeypatch.setattr(compared, "waiting", lambda found: lambda: waits.append(1))
+    c = comparison()
+    run = world.graph(c, plan=[1.3], eager=[1.0])
+    for _ in range(WARM_UP + TIMED - 1):
+        run([1])
+    waits.clear()
+    trial = c._trials[()]
+    trial.lost, trial.next = lost, 1000
+    for _ in range(SAMPLED):
+        run([1])
+    assert len(waits) == 2 * lost, "before and after one of these calls"
+    for _ in range(900):
+        run([1])
+    assert len(waits) == 2 * lost * (MANY - TIMED)
 
 
 @pytest.mark.parametrize("plan", [1e-3, 1.02e-3, 0.2e-3])
@@ -176,6 +245,15 @@ def test_a_plan_that_wins_but_has_no_call_as_fast_as_eager_stays_for_this_proces
         assert trial.verdict is None
         trial.add(compared.Pair(eager=1.3, plan=1.2, cost=1.3))
     assert trial.verdict == "plan" and not trial.sure
+
+
+@pytest.mark.parametrize("second", [0.7, 1.0])
+def test_one_fast_call_of_eager_does_not_replace_the_plan(world: World, second: float) -> None:
+    trial = compared.Trial()
+    trial.times["infer"].add(1.0)
+    for eager in (0.7, second, 1.0, 1.0, 1.0):
+        trial.add(compared.Pair(eager=eager, plan=1.2, cost=1.0))
+    assert trial.verdict == ("plan" if second == 1.0 else "eager")
 
 
 def test_eager_that_was_stopped_in_a_slow_call_tells_nothing(world: World) -> None:
