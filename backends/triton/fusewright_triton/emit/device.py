@@ -57,6 +57,14 @@ def divide(a, b):
 
 
 @triton.jit
+def divide_by(a, b, inverse):
+    """The same for a divisor whose rounded reciprocal is known, and neither subnormal nor infinite: five instructions."""
+    q = a * inverse
+    better = tl.fma(tl.fma(-q, b, a), inverse, q)
+    return tl.where(tl.abs(better) > 0, better, q)
+
+
+@triton.jit
 def sigmoid(x):
     return divide(tl.full((), 1.0, x.dtype), 1.0 + libdevice.exp(-x))
 
@@ -268,6 +276,29 @@ def online(top, total, x):
     up = beats_max(x, top)
     e = libdevice.exp(tl.where(x == top, 0.0, -tl.abs(x - top)))
     return tl.where(up, x, top), tl.where(up, total * e + 1.0, total + e)
+
+
+@triton.jit
+def lanes_sum(x, each: tl.constexpr):
+    """Sums of `each` elements, whichever a lane holds: no lane waits for another."""
+    return tl.reduce(tl.reshape(x, [x.shape[0] // each, each], can_reorder=True), 1, _add)
+
+
+@triton.jit
+def online_lanes(top, total, x, each: tl.constexpr):
+    """`online` for `each` elements to a running maximum. Their sum counts something as long as the maximum is -inf."""
+    some = tl.reshape(x, [x.shape[0] // each, each], can_reorder=True)
+    most = maximum(top, tl.reduce(some, 1, maximum))
+    by = tl.where(most == float("-inf"), 0.0, most)
+    more = tl.reduce(libdevice.exp(some - by[:, None]), 1, _add)
+    return most, tl.where(most == float("-inf"), 1.0, total * libdevice.exp(top - by) + more)
+
+
+@triton.jit
+def guarded(top, total):
+    """The sum of exp(x - maximum) where an infinite maximum counts as 0."""
+    whole = tl.where(top == float("inf"), top, total)
+    return tl.where(top == float("-inf"), 0.0, whole)
 
 
 @triton.jit

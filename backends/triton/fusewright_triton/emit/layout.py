@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from fusewright.toolkit.ir.extent import Atom, Extent
 from fusewright.toolkit.ir.index import Coefs
 from fusewright.toolkit.ir.ir import Kernel, Node, Stage
-from fusewright.toolkit.transform.online_softmax import pairs
+from fusewright.toolkit.transform.online_softmax import Total, totals
+from fusewright_triton.emit.addressing import begin_anywhere, strides, together
 from fusewright_triton.emit.schedule import Config
-from fusewright_triton.emit.vectors import begin_anywhere, strides, together
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +51,8 @@ class Layout:
     nodes: dict[int, Node]
     stage_of: dict[int, int]
     rowwise: frozenset[int] = field(default_factory=frozenset)
-    online: dict[int, int] = field(default_factory=dict)
-    """Sums that are computed in the pass of a maximum (see `online`); none where rows are held."""
+    online: dict[int, Total] = field(default_factory=dict)
+    """Sums that are computed in the pass of a maximum (see `online_softmax`); none where rows are held."""
 
     together: int | None = None
     """Neighbours in a row that every access can move at once, if that is less than a lane could (see `together`)."""
@@ -79,6 +79,16 @@ class Layout:
     def vector_names(self, over_row: bool) -> frozenset[str]:
         """Return the block dimensions of a stage over P (or over P and R)."""
         return frozenset(d.var for d in self.vectors if over_row or d is not self.row)
+
+    def carried(self, dims: Iterable[str]) -> str:
+        """Return the block shape of what is carried through a loop over the row, for an operand that varies along `dims`."""
+        have = set(dims) | ({self.row.var} if self.row else set())
+        return f"[RB // {self.each}]" if self.each > 1 else self.shape(have)
+
+    @property
+    def each(self) -> int:
+        """The elements that a lane combines before it adds to what it carries: of blocks along the row alone."""
+        return self.config.each if self.rank == 1 and not self.config.persistent else 1
 
     def shape(self, dims: Iterable[str]) -> str:
         """Return the block shape of a value that varies along `dims`, e.g. "[XB, 1]"; "()" for a number."""
@@ -130,7 +140,7 @@ def make_layout(kernel: Kernel, config: Config) -> Layout:
     layout = Layout(
         kernel, config, dims, row, tuple(a for a in range(n_p) if a not in tiled), buffers, scalars, sizes,
         {}, kernel.node_map(), stage_of, rowwise,
-        {} if config.persistent else pairs(kernel), together(kernel),
+        {} if config.persistent else totals(kernel), together(kernel),
         len(config.tiles) == 1 and begin_anywhere(kernel, config.tiles[0].axes),
     )  # fmt: skip
     layout.dims_of = _spread_scans(kernel, layout, {i: layout.dims_of_axes(axes) for i, axes in kernel.axes_of().items()})

@@ -6,19 +6,20 @@ which leave partial reductions for the functions after them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 
 from fusewright.toolkit.ir.index import Index
 from fusewright.toolkit.ir.ir import Node, Stage
 from fusewright.toolkit.ir.types import DType
+from fusewright.toolkit.transform.online_softmax import totals
 from fusewright_triton.emit import reductions as red
-from fusewright_triton.emit.addressing import atom
+from fusewright_triton.emit.addressing import atom, strides
 from fusewright_triton.emit.layout import Dim, Layout, product
 from fusewright_triton.emit.operators import TRITON, Unsupported, constant
 from fusewright_triton.emit.precision import approximable
 from fusewright_triton.emit.prefetch import ahead, under_way
 from fusewright_triton.emit.values import Values
-from fusewright_triton.emit.vectors import strides
 from fusewright_triton.target import FORMULA
 
 
@@ -28,7 +29,18 @@ class Program(Values):
     def __init__(self, layout: Layout, wide: bool, check_division: bool) -> None:
         super().__init__(layout, wide, check_division)
         self.means: dict[int, str] = {}
-        self.joined = {top: total for total, top in layout.online.items()}
+        self.joined: dict[int, list[int]] = {}
+        """The sums that are computed with a maximum."""
+        for total, found in layout.online.items():
+            self.joined.setdefault(found.top, []).append(total)
+
+    @functools.cached_property
+    def guards(self) -> dict[int, tuple[int, int]]:
+        """Sums of exponentials of a held row that differ from another of the same stage only for infinite maxima: both ids."""
+        found, stage_of = totals(self.kernel), self.layout.stage_of
+        plain = {(t.top, stage_of[i]): i for i, t in found.items() if not t.guarded}
+        same = {i: (t.top, stage_of[i]) for i, t in found.items() if t.guarded}
+        return {i: (at[0], plain[at]) for i, at in same.items() if at in plain}
 
     def write(self, first: int, last: int) -> None:
         """Print stages `first`..`last`. Partial results of earlier reductions are in the workspace."""
@@ -62,7 +74,7 @@ class Program(Values):
         for n in (*under_way(self, nodes), *ahead(self, nodes)):
             self.value(n)
         self._nodes([n for n in nodes if n.op != "reduce"], over_row=True)
-        reductions = [n for n in nodes if n.op == "reduce"]
+        reductions = [n for n in nodes if n.op == "reduce" and n.id not in self.guards]
         groups: dict[tuple[DType, str], list[Node]] = {}
         for n in reductions:
             if n.how in ("sum", "mean") and n.id not in self.known and not self._found(n):
@@ -72,6 +84,11 @@ class Program(Values):
             for k in range(0, len(found), FORMULA.sums_together):
                 self._sums(found[k : k + FORMULA.sums_together])
         self._nodes(reductions)
+        for n in nodes:
+            if n.id in self.guards:
+                top, plain = self.guards[n.id]
+                self.put(f"{self.name(n.id)} = fw.guarded({self.name(top)}, {self.name(plain)})")
+                self.known.add(n.id)
 
     def _require(self, ids: Iterable[int]) -> None:
         """Print values that do not vary along the row and that nodes need."""
@@ -242,15 +259,20 @@ class Program(Values):
             return
         dtype = self.node(n.args[0]).dtype
         shape = self.layout.shape(self.layout.dims_of[n.args[0]] | {self._row().var})
+        carried = self.layout.carried(self.layout.dims_of[n.args[0]]) if self._folds(n) else shape
         for c in red.carries(n, dtype):
-            self.put(c.init(shape))
+            self.put(c.init(carried))
         if n.id in self.joined:
-            self.put(red.Carry(f"acc{self.joined[n.id]}", red.identity("sum", dtype), dtype).init(shape))
+            self.put(red.Carry(f"acc{self.joined[n.id][0]}", red.identity("sum", dtype), dtype).init(carried))
         if n.how.startswith("arg"):
             lanes = f"tl.arange(0, RB){self.layout.spread(self._row())}"
             lanes = lanes if begin == "0" else f"{begin} + {lanes}"
             spread = lanes if self.layout.rank == 1 else f"tl.broadcast_to({lanes}, {shape})"
             self.put(f"at{n.id} = {f'({spread}).to(tl.int64)' if self.wide else spread}")
+
+    def _folds(self, n: Node) -> bool:
+        """Return whether a lane combines elements of a step before it adds them to what it carries."""
+        return self.layout.each > 1 and (n.how in ("sum", "mean") or n.id in self.joined)
 
     def _step(self, n: Node) -> None:
         """Print a node inside the loop."""
@@ -280,8 +302,12 @@ class Program(Values):
         i, dtype, mask = n.args[0], self.node(n.args[0]).dtype, self._row().mask
         acc = f"acc{n.id}"
         if n.id in self.joined:
-            both, x = f"{acc}, acc{self.joined[n.id]}", self._masked(i, red.identity(n.how, dtype))
-            self.put(f"{both} = fw.online({both}, {x})")
+            both, x = f"{acc}, acc{self.joined[n.id][0]}", self._masked(i, red.identity(n.how, dtype))
+            call = f"fw.online_lanes({both}, {x}, {self.layout.each})" if self._folds(n) else f"fw.online({both}, {x})"
+            self.put(f"{both} = {call}")
+        elif self._folds(n):
+            x = f"fw.lanes_sum({self._masked(i, red.identity(n.how, dtype))}, {self.layout.each})"
+            self.put(f"{acc} = {red.step(n.how, dtype, acc, x)}")
         elif n.how == "m2":
             self._welford_step(n, dtype)
         elif n.how.startswith("arg"):
@@ -335,15 +361,24 @@ class Program(Values):
             self.known.add(n.id)
 
     def _finish_online(self, n: Node, dtype: DType) -> None:
-        """Print a maximum and the sum that was computed with it."""
-        other = self.node(self.joined[n.id])
-        both, axis = f"{self.name(n.id)}, {self.name(other.id)}", self.layout.row_axis()
-        self.put(f"{both} = fw.reduce_online(acc{n.id}, acc{other.id}, {axis}, {not self.shares_row})")
+        """Print a maximum and the sums that were computed with it."""
+        total = self.joined[n.id][0]
+        self._online(n.id, f"acc{n.id}", f"acc{total}", last=not self.shares_row)
         if self.shares_row:
             self._leave(n, dtype, [self.name(n.id)])
-            self._leave(other, dtype, [self.name(other.id)])
+            self._leave(self.node(total), dtype, [f"whole{n.id}"])
         else:
-            self.known |= {n.id, other.id}
+            self.known.update((n.id, *self.joined[n.id]))
+
+    def _online(self, top: int, tops: str, totals: str, last: bool) -> None:
+        """Print a maximum and, at `last`, its sums from those of lanes or programs."""
+        axis = self.layout.row_axis()
+        sums = {i: self.layout.online[i].guarded for i in self.joined[top]}
+        plain = next((self.name(i) for i, guarded in sums.items() if last and not guarded), f"whole{top}")
+        self.put(f"{self.name(top)}, {plain} = fw.reduce_online({tops}, {totals}, {axis}, {last})")
+        for i, guarded in sums.items() if last else ():
+            if guarded or self.name(i) != plain:
+                self.put(f"{self.name(i)} = {f'fw.guarded({self.name(top)}, {plain})' if guarded else plain}")
 
     def _lane_counts(self, n: Node, dtype: DType) -> str:
         """Return how many elements each lane took, as a block like the accumulators."""
@@ -382,14 +417,13 @@ class Program(Values):
         """Compute a reduction from the partial results of an earlier launch's programs."""
         if n.id in self.known:
             return
-        pair = next(((m, s) for m, s in self.joined.items() if n.id in (m, s)), (n.id,))
-        self.known.update(pair)
-        got = [name for i in pair for name in self._parts_of(self.node(i))]
+        top = self.layout.online[n.id].top if n.id in self.layout.online else n.id
+        sums = self.joined.get(top, [])
+        self.known.update((n.id, top, *sums))
+        got = [name for i in (top, *sums[:1]) for name in self._parts_of(self.node(i))]
         v, dtype, axis = self.name(n.id), self.node(n.args[0]).dtype, self.layout.row_axis()
-        if len(pair) == 2:
-            both = ", ".join(self.name(i) for i in pair)
-            self.put(f"{both} = fw.reduce_online({got[0]}, {got[1]}, {axis}, True)")
-            return
+        if sums:
+            return self._online(top, got[0], got[1], last=True)
         if n.how == "m2":
             counts = self._part_counts(f"parts{n.id}", dtype)
             self.put(f"{v}_mean, {v}, {v}_n = fw.reduce_m2({got[0]}, {got[1]}, {counts}, {axis})")

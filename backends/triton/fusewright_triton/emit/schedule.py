@@ -18,16 +18,20 @@ from fusewright.toolkit.ir.extent import evaluate
 from fusewright.toolkit.ir.index import Index
 from fusewright.toolkit.ir.ir import Kernel, Node
 from fusewright.toolkit.ir.types import TYPES
-from fusewright.toolkit.transform.online_softmax import pairs
-from fusewright_triton.emit.vectors import LANE_BYTES, begin_anywhere
+from fusewright.toolkit.transform.online_softmax import totals
+from fusewright_triton.emit.addressing import LANE_BYTES, begin_anywhere
+from fusewright_triton.emit.held import kept, passes
 from fusewright_triton.target import FORMULA, Target
 
 HELD = 8192
 """The most elements of rows next to each other that one program holds."""
 SHORT = 512
 """Elements of a row below which 16 to each lane of a warp leave lanes idle."""
-STEP_ELEMENTS = 4
-"""The least elements to each lane of a row that is passed over in steps."""
+STEP_ELEMENTS, ONLINE_ELEMENTS = 4, 8
+"""The least elements to each lane of a row that is passed over in steps, and of one whose maximum and sum of exponentials are
+computed together, where a lane rescales its sum once for all of a step."""
+AGAIN = 65536
+"""The longest row of which a cache keeps as many as programs of `4096` elements a step are under way, until they read it again."""
 COLUMN = 32
 """Elements of held columns to each lane, if there are programs enough: with a quarter, warps exchange what one could add up (the
 maximum of 20 in 84 million took 378 us, and 91 with these)."""
@@ -69,7 +73,8 @@ class Config:
     """`tiles` are the blocks over P, outermost first; a P axis in no tile has one program per point.
 
     `row` is the number of row elements per step (0: no row axes), `persistent` says that one step covers the
-    whole row, `split` is the number of programs that share a row.
+    whole row, `split` is the number of programs that share a row. `each` elements of a step are combined by their lane before
+    they are added to what it carries to the next step.
     """
 
     tiles: tuple[Tile, ...]
@@ -77,6 +82,7 @@ class Config:
     persistent: bool
     split: int
     warps: int
+    each: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +204,7 @@ def _point(kernel: Kernel, shape: _Shape, target: Target) -> Config:
     positions, lines = _positions(kernel, best[-1])
     width = max((TYPES[n.dtype].size for n in _accesses(kernel) if n.id not in positions), default=1)
     per_lane = max(LANE_BYTES // width * (target.schedule.point_bytes_ahead if shape.live <= 8 else 1), 2)
-    if shape.taps >= TAPS and begin_anywhere(kernel, every):
+    if shape.taps >= TAPS and (shape.bytes_beside[best[-1]] or begin_anywhere(kernel, every)):
         per_lane = 2
     block = 4 * 32 * per_lane
     spread = _pow2(max(1, shape.points // (4 * target.units)))
@@ -301,18 +307,31 @@ def _rows(kernel: Kernel, shape: _Shape, target: Target, static: bool) -> Config
     row = _pow2(max(shape.row, 2))
     limit = target.schedule.persistent // max(1, (shape.live + 1) // 4)
     alone = _gathers(kernel, shape, target)
-    if static and shape.row and row <= limit and not alone:
+    if static and shape.row and row <= limit and not alone and not _online(kernel, row, target):
         across = _across(kernel, shape, target)
         if across is not None and (block := _lines(shape, *across, row, target)) > 1:
             most = _pow2(target.schedule.lane_words // shape.live + 1) // 2
             return Config((Tile(across[:1], block),), row, True, 1, _row_warps(block * row, target, most))
         block = 1
-        while block * row < 512 and block * 2 * 4 * target.units <= shape.points:
+        while block * row < (1024 if row <= 64 else 512) and block * 2 * 4 * target.units <= shape.points:
             block *= 2
         return Config(_tile(every, block), row, True, 1, _row_warps(block * row, target))
-    step = min(_pow2(max(shape.row, 16)), 1024 if alone else 4096 if shape.live > 4 or pairs(kernel) else 8192)
+    joined = totals(kernel)
+    again = shape.row > AGAIN and passes(kernel, joined) > 1
+    step = min(_pow2(max(shape.row, 16)), 1024 if alone else 4096 if (joined and not again) or shape.live > 4 else 8192)
     split = _split(kernel, shape, shape.points, step, target)
-    return Config(_tile(every, 1), step, False, split, _warps(step, STEP_ELEMENTS, target))
+    warps = _warps(step, ONLINE_ELEMENTS if joined else STEP_ELEMENTS, target)
+    return Config(_tile(every, 1), step, False, split, warps, max(1, step // (warps * target.lanes)) if joined else 1)
+
+
+def _online(kernel: Kernel, row: int, target: Target) -> bool:
+    """Return whether to pass in steps over rows that would fill a multiprocessor each: if one pass gives a maximum and the sum of
+    exponentials, and no other one is needed (some programs then load while others add up), or registers would not hold the row."""
+    threads, joined = _row_warps(row, target) * target.lanes, totals(kernel)
+    if not joined or threads < 1024:
+        return False
+    registers = min(target.block_registers // threads, target.thread_registers)
+    return passes(kernel, joined) == 1 or kept(kernel) * (row // threads) >= registers
 
 
 def _gathers(kernel: Kernel, shape: _Shape, target: Target) -> bool:

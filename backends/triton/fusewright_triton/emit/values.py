@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import math
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -215,6 +216,8 @@ class Values(abc.ABC):
             text, literals = APPROXIMATE[n.op], False
         elif n.op == "div" and dtype == "f32" and (factor := self._exact_reciprocal(n.args[1])) is not None:
             return f"{self.operand(n.args[0])} * {constant(factor, dtype)}"
+        elif n.op == "div" and dtype == "f32" and (inverse := self._inverse(n.args[1])) is not None:
+            return f"fw.divide_by({self.operand(n.args[0])}, {self.operand(n.args[1])}, {inverse})"
         else:
             text, literals = form_of(n.op, dtype)
         args = [self.operand(a, literals) for a in n.args]
@@ -235,6 +238,17 @@ class Values(abc.ABC):
         if n.op != "const" or not n.value or abs(math.frexp(n.value)[0]) != 0.5 or not 2.0**-120 < abs(n.value) < 2.0**120:
             return None
         return 1.0 / n.value
+
+    def _inverse(self, i: int) -> str | None:
+        """Return the rounded reciprocal of a divisor that is the same for the whole row and neither tiny nor huge."""
+        n = self.node(i)
+        if i in self.totals:
+            return f"fw.reciprocal({self.operand(i)})"
+        if n.op != "const" or not n.value or not 2.0**-120 < abs(n.value) < 2.0**120:
+            return None
+        (value,) = struct.unpack("f", struct.pack("f", n.value))
+        (inverse,) = struct.unpack("f", struct.pack("f", 1.0 / value))
+        return constant(inverse, n.dtype)
 
     def _divisor(self, n: Node, text: str) -> str:
         """Return the divisor with zeros replaced. Zero is an error where eager makes it one (on the CPU)."""

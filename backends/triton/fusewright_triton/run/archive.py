@@ -130,12 +130,12 @@ def _order(data: list[Any]) -> Order:
 
 
 def _config_data(c: Config) -> list[Any]:
-    return [[[list(t.axes), t.block] for t in c.tiles], c.row, c.persistent, c.split, c.warps]
+    return [[[list(t.axes), t.block] for t in c.tiles], c.row, c.persistent, c.split, c.warps, c.each]
 
 
 def _config(data: list[Any]) -> Config:
-    tiles, row, persistent, split, warps = data
-    numbers = (row, persistent, split, warps, *(n for axes, block in tiles for n in (*axes, block)))
+    tiles, row, persistent, split, warps, each = data
+    numbers = (row, persistent, split, warps, each, *(n for axes, block in tiles for n in (*axes, block)))
     if not all(isinstance(n, int) for n in numbers):
         raise ValueError("a configuration that is none")
-    return Config(tuple(Tile(tuple(axes), block) for axes, block in tiles), row, persistent, split, warps)
+    return Config(tuple(Tile(tuple(axes), block) for axes, block in tiles), row, persistent, split, warps, each)

@@ -82,6 +82,25 @@ def online(top: Any, total: Any, x: Any) -> Any:
     return tuple(from_torch(n, x.dtype, True) for n in new)
 
 
+def _lanes(x: Any, each: int) -> torch.Tensor:
+    return to_torch(x).view(-1, each)
+
+
+def online_lanes(top: Any, total: Any, x: Any, each: int) -> Any:
+    t, s, v = to_torch(top), to_torch(total), _lanes(x, each)
+    most = torch.maximum(t, v.amax(1))
+    none = most == -torch.inf
+    by = torch.where(none, 0.0, most)
+    whole = torch.where(none, 1.0, s * (t - by).exp() + (v - by[:, None]).exp().sum(1))
+    return tuple(from_torch(n, x.dtype, True) for n in (most, whole))
+
+
+def guarded(top: Any, total: Any) -> Any:
+    (t, s), block = _broadcast((top, total))
+    whole = torch.where(t == torch.inf, t, s)
+    return from_torch(torch.where(t == -torch.inf, 0.0, whole), total.dtype, block)
+
+
 def reduce_online(top: Any, total: Any, axis: int, last: bool) -> Any:
     t, s = to_torch(top), to_torch(total)
     most = t.amax(axis, keepdim=True)
@@ -127,6 +146,7 @@ class Device:
     signbit = staticmethod(_compare(torch.signbit))
     reciprocal = staticmethod(_pointwise(torch.reciprocal))
     divide = staticmethod(_pointwise(torch.div))
+    divide_by = staticmethod(_pointwise(lambda a, b, inverse: a / b))
     sigmoid = staticmethod(_pointwise(torch.sigmoid))
     remainder = staticmethod(_pointwise(torch.remainder))
     floordiv = staticmethod(_pointwise(OPS["floordiv"].ref))
@@ -149,6 +169,9 @@ class Device:
     beats_max = staticmethod(_compare(lambda b, a: (b > a) | ((b != b) & (a == a))))
     beats_min = staticmethod(_compare(lambda b, a: (b < a) | ((b != b) & (a == a))))
     online = staticmethod(online)
+    online_lanes = staticmethod(online_lanes)
+    guarded = staticmethod(guarded)
+    lanes_sum = staticmethod(lambda x, each: from_torch(_lanes(x, each).sum(1), x.dtype, True))
     reduce_online = staticmethod(reduce_online)
     scan_sum = staticmethod(_scan(lambda t, a: t.cumsum(a, dtype=t.dtype)))
     scan_prod = staticmethod(_scan(lambda t, a: t.cumprod(a, dtype=t.dtype)))

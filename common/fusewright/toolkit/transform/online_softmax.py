@@ -5,26 +5,47 @@ Milakov and Gimelshein 2018, "Online normalizer calculation for softmax". Saves 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from fusewright.toolkit.ir.ir import Kernel, Node
+
+
+@dataclass(frozen=True, slots=True)
+class Total:
+    """A sum of exp(x - maximum), by the id of the maximum. A `guarded` one subtracts 0 for an infinite maximum: logsumexp."""
+
+    top: int
+    guarded: bool
 
 
 def pairs(kernel: Kernel) -> dict[int, int]:
     """Map each reduction `sum(exp(x - max(x)))` to the reduction `max(x)` that it can be fused with, by ids."""
-    nodes = kernel.node_map()
-    stage_of = {n.id: k for k, s in enumerate(kernel.stages) for n in s.nodes}
-    first_store = min((stage_of[n.id] for n in nodes.values() if n.op == "store"), default=len(kernel.stages))
     found: dict[int, int] = {}
-    for n in nodes.values():
-        top = _maximum(nodes, n)
-        if top is None or top.id in found.values():
-            continue
-        # no store may change the inputs of the row between the two passes
-        if stage_of[top.id] < stage_of[n.id] <= first_store:
-            found[n.id] = top.id
+    for i, t in totals(kernel).items():
+        if not t.guarded and t.top not in found.values():
+            found[i] = t.top
     return found
 
 
-def _maximum(nodes: dict[int, Node], n: Node) -> Node | None:
+def totals(kernel: Kernel) -> dict[int, Total]:
+    """Map every sum of exponentials to the maximum whose pass can give it. Several sums may have one maximum."""
+    nodes = kernel.node_map()
+    stage_of = {n.id: k for k, s in enumerate(kernel.stages) for n in s.nodes}
+    stores = [n for n in nodes.values() if n.op == "store"]
+    found: dict[int, Total] = {}
+    for n in nodes.values():
+        t = _total(nodes, n)
+        if t is None or stage_of[t.top] >= stage_of[n.id]:
+            continue
+        # no store may change the inputs of the row between the two passes
+        between = [m.buffer for m in stores if stage_of[t.top] <= stage_of[m.id] < stage_of[n.id] and m.buffer is not None]
+        read = _buffers(nodes, nodes[t.top].args[0])
+        if not any(m == b or kernel.may_share(m, b) for m in between for b in read):
+            found[n.id] = t
+    return found
+
+
+def _total(nodes: dict[int, Node], n: Node) -> Total | None:
     """The maximum that `n` subtracts, if `n` is such a sum."""
     if n.op != "reduce" or n.how != "sum" or nodes[n.args[0]].op != "exp":
         return None
@@ -32,9 +53,35 @@ def _maximum(nodes: dict[int, Node], n: Node) -> Node | None:
     if difference.op != "sub":
         return None
     top = nodes[difference.args[1]]
+    guarded = _guarded(nodes, top)
+    top = top if guarded is None else guarded
     if top.op != "reduce" or top.how != "max" or not _same(nodes, difference.args[0], top.args[0]):
         return None
-    return top
+    return Total(top.id, guarded is not None)
+
+
+def _guarded(nodes: dict[int, Node], n: Node) -> Node | None:
+    """The value that `n` is unless it is infinite, when `n` is 0."""
+    if n.op != "where":
+        return None
+    infinite, zero, value = (nodes[a] for a in n.args)
+    if infinite.op != "isinf" or infinite.args[0] != value.id or zero.op != "const" or zero.value != 0:
+        return None
+    return value
+
+
+def _buffers(nodes: dict[int, Node], i: int) -> set[int]:
+    """The buffers that a value is computed from, but for what reductions read."""
+    todo, seen, found = [i], set[int](), set[int]()
+    while todo:
+        n = nodes[todo.pop()]
+        if n.id in seen or n.op == "reduce":
+            continue
+        seen.add(n.id)
+        todo.extend(n.uses())
+        if n.buffer is not None:
+            found.add(n.buffer)
+    return found
 
 
 def _same(nodes: dict[int, Node], a: int, b: int) -> bool:
