@@ -10,7 +10,7 @@ import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from fusewright.toolkit.ir.extent import Extent
+from fusewright.toolkit.ir.extent import Extent, evaluate
 from fusewright.toolkit.ir.index import Index
 from fusewright.toolkit.ir.ir import Node, Stage
 from fusewright.toolkit.ir.types import DType
@@ -21,6 +21,7 @@ from fusewright_triton.emit.layout import Dim, Layout, axis_name, by_planes, pro
 from fusewright_triton.emit.operators import TRITON, Unsupported, constant
 from fusewright_triton.emit.precision import approximable
 from fusewright_triton.emit.prefetch import ahead, under_way
+from fusewright_triton.emit.schedule import AGAIN
 from fusewright_triton.emit.values import Values
 from fusewright_triton.target import FORMULA
 
@@ -137,15 +138,26 @@ class Program(Values):
             begin = self._whole_steps(k, todo, begin, end)
         ahead = any(n.recurs for n in todo)
         steps = f"tl.range({begin}, {end}, RB, num_stages={FORMULA.steps_ahead})" if ahead else f"range({begin}, {end}, RB)"
-        self._loop(steps, todo)
+        self._loop(steps, todo, _last(end, self.config.row) if self._backwards(k, todo) else None)
+
+    def _backwards(self, k: int, todo: Sequence[Node]) -> bool:
+        """Return whether to read a long row again from its end: there, caches still hold what the pass before read last. From its
+        start, each step would evict what a later one needs."""
+        ordered = any(n.op in ("scan", "state") or n.how.startswith("arg") or n.how == "m2" for n in todo)
+        again = any(self.layout.passes_row(s) for s in self.kernel.stages[:k])
+        row = evaluate(product(self.kernel.r), self.kernel.hints)
+        return again and not ordered and self.config.split == 1 and row > AGAIN
 
     def _planes(self, k: int, todo: Sequence[Node], planes: Layout) -> None:
         """Print the loop over a row's planes, which begins with what all elements of a plane share."""
         flat, outside = self.layout, set(self.known)
         count = product([self.kernel.sizes[a] for a in self._row().axes[:-1]])
         begin, end = self._range(f"plane{k}", count, 1)
-        self.put(f"for plane in range({begin}, {end}):")
+        back = self._backwards(k, todo)
+        self.put(f"for {'turn' if back else 'plane'} in range({begin}, {end}):")
         with self.indented():
+            if back:
+                self.put(f"plane = {_last(end, 1)} - turn")
             self.lay(planes)
             self._outer_axes(flat)
             for n in todo:
@@ -164,10 +176,13 @@ class Program(Values):
             size = atom(self.address.extent(self.kernel.sizes[a]))
             self.put(f"{axis_name(self.kernel, a)} = {f'{atom(text)} % {size}' if j else text}")
 
-    def _loop(self, steps: str, todo: Sequence[Node]) -> None:
-        self.put(f"for start in {steps}:")
+    def _loop(self, steps: str, todo: Sequence[Node], last: str | None = None) -> None:
+        """Print a loop over steps, from the `last` one to the first if that is given."""
+        self.put(f"for {'back' if last else 'start'} in {steps}:")
         outside = set(self.known)
         with self.indented():
+            if last:
+                self.put(f"start = {last} - back")
             self._row_position("start", always=True)
             for n in todo:
                 self._step(n)
@@ -533,3 +548,8 @@ class Program(Values):
     def _part_shape(self) -> str:
         """Return the shape of a block of parts: like a row block, with the parts along the row's axis."""
         return self.layout.shape(self._point_dims() | {self._row().var}).replace("RB", str(self.config.split))
+
+
+def _last(size: str, step: int) -> str:
+    """Return where the last step of so many elements begins."""
+    return str((int(size) - 1) // step * step) if size.isdigit() else f"({atom(size)} - 1) // {step} * {step}"

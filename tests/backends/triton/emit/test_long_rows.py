@@ -250,4 +250,35 @@ def test_planes_that_steps_do_not_fill_stay_one_row() -> None:
 def test_a_chosen_plane_loop() -> None:
     k = planes(1024, 4, 64516, dtype="bf16")
     text = emit(k, choose(k, H100)).text
-    assert text.count("for plane in range(0, 4)") == 1 and "% 64516" not in text[text.index("for plane") :]
+    assert text.count("for turn in range(0, 4)") == 1 and "% 64516" not in text[text.index("for turn") :]
+
+
+def weighted(rows: int, cols: Extent) -> Kernel:
+    """A sum, by which a second pass divides, and then the largest quotient and its position."""
+    b = Builder("weighted", p=[rows], r=[cols], symbols=hints(cols))
+    x, out, total, at = b.input("x", "f32"), b.output("y", "f32"), b.output("top", "f32"), b.output("at", "i64")
+    i, j = b.axes
+    v = b.load(x, i * cols + j)
+    y = v / b.reduce("sum", v)
+    b.store(out, i * cols + j, y)
+    b.store(total, i, b.reduce("sum", y * y))
+    b.store(at, i, b.reduce("argmax", y * b.reduce("min", y)))
+    return b.build()
+
+
+@pytest.mark.parametrize("cols", [65537, 70000, 81920, symbol("m")])
+def test_a_long_row_is_read_again_from_its_end(cols: Extent) -> None:
+    """Positions of extremes are those of the first ones, whichever way the row is read."""
+    length = cols if isinstance(cols, int) else 66000
+    k = weighted(2, cols)
+    x = torch.rand(2, length) + 0.5
+    x[:, 100] = x[:, 50000] = 9.0
+    out = [torch.empty(2, length), torch.empty(2), torch.empty(2, dtype=torch.int64)]
+    source = emit(k, Config(ONE, 4096, False, 1, 16, 8), wide=False)
+    SimulatedLauncher(k, source)([x, *out], () if isinstance(cols, int) else (length,))
+    y = x / x.sum(1, keepdim=True)
+    torch.testing.assert_close(out[0], y, rtol=1e-5, atol=0)
+    torch.testing.assert_close(out[1], (y * y).sum(1), rtol=1e-4, atol=0)
+    assert torch.equal(out[2], torch.full((2,), 100))
+    if isinstance(cols, int):
+        assert source.text.count("for start in") >= 2 and source.text.count("for back in") >= 1
