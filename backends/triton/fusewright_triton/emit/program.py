@@ -196,7 +196,7 @@ class Program(Values):
             whole = str(masked.size // step * step)
         else:
             whole = f"whole{k}"
-            self.put(f"{whole} = {begin} + ({end} - {begin}) // RB * RB")
+            self.put(f"{whole} = {begin} + tl.maximum({end} - {begin}, 0) // RB * RB")  # a program may have no share
         self._masked_as(masked, bare)
         self._loop(f"range({begin}, {whole}, RB)", todo)
         self._masked_as(bare, masked)
