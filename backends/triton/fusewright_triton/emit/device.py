@@ -295,6 +295,33 @@ def online_lanes(top, total, x, each: tl.constexpr):
 
 
 @triton.jit
+def welford_lanes(mean, m2, n, x, each: tl.constexpr):
+    """Mean, squared deviations and count of each lane, after `each` more elements: their own, which the lane then adds to its
+    own (Chan, Golub, LeVeque 1983)."""
+    some = tl.reshape(x, [x.shape[0] // each, each], can_reorder=True)
+    own = tl.reduce(some, 1, _add) * (1.0 / each)
+    d = some - own[:, None]
+    n += each
+    apart = own - mean
+    new = mean + apart * (each / n)
+    return new, m2 + tl.reduce(d * d, 1, _add) + apart * (own - new) * each, n
+
+
+@triton.jit
+def welford_rest(mean, m2, n, x, mask, each: tl.constexpr):
+    """The same for as many elements as `mask` has; the others are 0."""
+    some = tl.reshape(x, [x.shape[0] // each, each], can_reorder=True)
+    counted = tl.reshape(mask, [x.shape[0] // each, each], can_reorder=True)
+    more = tl.reduce(counted.to(x.dtype), 1, _add)
+    own = tl.reduce(some, 1, _add) / tl.maximum(more, 1.0)
+    d = tl.where(counted, some - own[:, None], 0.0)
+    n += more
+    apart = tl.where(more == 0, 0.0, own - mean)
+    new = mean + apart * (more / tl.maximum(n, 1.0))
+    return new, m2 + tl.reduce(d * d, 1, _add) + apart * tl.where(more == 0, 0.0, own - new) * more, n
+
+
+@triton.jit
 def guarded(top, total):
     """The sum of exp(x - maximum) where an infinite maximum counts as 0."""
     whole = tl.where(top == float("inf"), top, total)
@@ -336,6 +363,53 @@ def scan_min(x, axis: tl.constexpr):
         return tl.associative_scan(x, axis, minimum)
     else:
         return tl.associative_scan(x, axis, _smaller)
+
+
+@triton.jit
+def _scan(x, how: tl.constexpr):
+    if how == "sum":
+        return scan_sum(x, 0)
+    elif how == "prod":
+        return scan_prod(x, 0)
+    elif how == "max":
+        return scan_max(x, 0)
+    else:
+        return scan_min(x, 0)
+
+
+@triton.jit
+def _combined(a, b, how: tl.constexpr):
+    if how == "sum":
+        return a + b
+    elif how == "prod":
+        return a * b
+    elif how == "max":
+        return maximum(a, b) if a.dtype.is_floating() else tl.maximum(a, b)
+    else:
+        return minimum(a, b) if a.dtype.is_floating() else tl.minimum(a, b)
+
+
+@triton.jit
+def _before(x, carry, how: tl.constexpr, each: tl.constexpr):
+    """What comes before each element, and after the last one. A lane holds `each` neighbours, since a split takes pairs from one
+    lane; only their totals are scanned across lanes."""
+    if each == 1:
+        whole = _scan(x, how)
+        lane = tl.arange(0, x.shape[0])
+        previous = _combined(carry, tl.gather(whole, tl.maximum(lane - 1, 0), 0), how)
+        last = tl.gather(whole, lane * 0 + (x.shape[0] - 1), 0)
+        return tl.where(lane == 0, carry, previous), _combined(carry, last, how)
+    else:
+        a, b = tl.split(tl.reshape(x, [x.shape[0] // 2, 2]))
+        first, carry = _before(_combined(a, b, how), carry, how, each // 2)
+        return tl.reshape(tl.join(first, _combined(first, a, how)), [x.shape[0]]), carry
+
+
+@triton.jit
+def scan_lanes(x, carry, how: tl.constexpr, each: tl.constexpr):
+    """A scan of one step of a row, after `carry`, and what the next step starts from."""
+    before, carry = _before(x, carry, how, each)
+    return _combined(before, x, how), carry
 
 
 @triton.jit

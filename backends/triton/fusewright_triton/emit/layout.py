@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 from fusewright.toolkit.ir.extent import Atom, Extent
 from fusewright.toolkit.ir.index import Coefs
@@ -12,6 +12,9 @@ from fusewright.toolkit.ir.ir import Kernel, Node, Stage
 from fusewright.toolkit.transform.online_softmax import Total, totals
 from fusewright_triton.emit.addressing import begin_anywhere, strides, together
 from fusewright_triton.emit.schedule import Config
+
+FULL = 9, 10
+"""The share of the lanes of steps over planes that have an element, if planes are passed over one by one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +112,8 @@ class Layout:
         if self.row is None:
             raise ValueError("the kernel has no row")
         text = f"tl.arange(0, {self.row.const}){self.spread(self.row)}"
-        return text if self.together is None or self.rank > 1 else f"tl.max_contiguous({text}, {self.together})"
+        plain = self.together is None or self.rank > 1 or (self.each > 1 and any(n.op == "scan" for n in self.kernel.nodes()))
+        return text if plain else f"tl.max_contiguous({text}, {self.together})"
 
     def row_axis(self) -> int:
         """Return the block axis that the row lies along (the last one)."""
@@ -145,6 +149,36 @@ def make_layout(kernel: Kernel, config: Config) -> Layout:
     )  # fmt: skip
     layout.dims_of = _spread_scans(kernel, layout, {i: layout.dims_of_axes(axes) for i, axes in kernel.axes_of().items()})
     return layout
+
+
+def by_planes(layout: Layout, ids: Collection[int]) -> Layout | None:
+    """Return the layout of a pass over rows plane by plane, whose block lies along the last axis of the row: if the nodes `ids`
+    read something once for each plane, and steps fill planes. Each element would find out its plane, and read that again."""
+    kernel, config, row = layout.kernel, layout.config, layout.row
+    if row is None or len(row.axes) < 2 or layout.each == 1:
+        return None
+    inner, nodes = row.axes[-1], [layout.nodes[i] for i in ids]
+    size = kernel.sizes[inner]
+    if not isinstance(size, int) or -(-size // config.row) * config.row * FULL[0] > size * FULL[1]:
+        return None
+    if any(n.op in ("scan", "state") or n.how.startswith("arg") for n in nodes):
+        return None
+    if any(n.how == "m2" for n in nodes) and config.split > 1:
+        return None  # programs count whole shares of the row
+    outer, count = set(row.axes[:-1]), product([kernel.sizes[a] for a in row.axes[:-1]])
+    if config.split > 1 and (not isinstance(count, int) or -(-count // config.split) * config.split * FULL[0] > count * FULL[1]):
+        return None
+    stored = {n.buffer for n in kernel.nodes() if n.op == "store"}
+    if any(n.op == "load" and n.buffer in stored for n in nodes):
+        return None
+    read = [n.index.axes() for n in nodes if n.op == "load" and n.index is not None and not n.index.indirect]
+    if not any(axes & outer and inner not in axes for axes in read):
+        return None
+    var = axis_name(kernel, inner)
+    plane = replace(row, var=var, axes=(inner,), size=size, mask=None if _fits(size, config.row) else f"{var}_mask")
+    found = replace(layout, dims=[plane if d is row else d for d in layout.dims], row=plane)
+    found.dims_of = {i: found.dims_of_axes(axes) for i, axes in kernel.axes_of().items()}
+    return found
 
 
 def _spread_scans(kernel: Kernel, layout: Layout, dims_of: dict[int, frozenset[str]]) -> dict[int, frozenset[str]]:

@@ -9,9 +9,9 @@ from fusewright.toolkit.ir.ir import Kernel, Node
 from fusewright_triton.emit.operators import FORMS
 
 HALVES = ("bf16", "f16")
-PASSES_ON = frozenset({"add", "sub", "mul", "div", "neg", "abs", "minimum", "maximum", "fmin", "fmax", "where"})
+PASSES_ON = frozenset({"add", "sub", "mul", "div", "neg", "abs", "minimum", "maximum", "fmin", "fmax", "where", "sqrt", "rsqrt"})
 """Ops that do not enlarge an error by more than eager's own rounding of their operands."""
-REDUCES = frozenset({"sum", "mean", "max", "min"})
+REDUCES = frozenset({"sum", "mean", "m2", "max", "min"})
 
 APPROXIMATE: dict[str, str] = {
     **{op: FORMS[op].floats for op in ("div", "reciprocal", "sqrt")},  # which `EXACT_F32` replaces

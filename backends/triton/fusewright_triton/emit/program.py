@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
+from fusewright.toolkit.ir.extent import Extent, evaluate
 from fusewright.toolkit.ir.index import Index
 from fusewright.toolkit.ir.ir import Node, Stage
 from fusewright.toolkit.ir.types import DType
 from fusewright.toolkit.transform.online_softmax import totals
 from fusewright_triton.emit import reductions as red
 from fusewright_triton.emit.addressing import atom, strides
-from fusewright_triton.emit.layout import Dim, Layout, product
+from fusewright_triton.emit.held import halves
+from fusewright_triton.emit.layout import Dim, Layout, axis_name, by_planes, product
 from fusewright_triton.emit.operators import TRITON, Unsupported, constant
 from fusewright_triton.emit.precision import approximable
 from fusewright_triton.emit.prefetch import ahead, under_way
+from fusewright_triton.emit.schedule import AGAIN
 from fusewright_triton.emit.values import Values
 from fusewright_triton.target import FORMULA
 
@@ -118,21 +122,95 @@ class Program(Values):
             return
         todo = self._closure(stage)
         self._require(n.id for n in todo)
-        begin, end = self._row_range(k)
+        planes = by_planes(self.layout, [n.id for n in todo])
+        begin, end = self._row_range(k) if planes is None else ("0", "0")
         for n in todo:
             self._start(n, begin)
+        if planes is None:
+            self._steps(k, todo, begin, end)
+        else:
+            self._planes(k, todo, planes)
+        for n in todo:
+            if n.op == "reduce":
+                self._finish(n)
+
+    def _steps(self, k: int, todo: Sequence[Node], begin: str, end: str) -> None:
+        if self._peels(todo):
+            begin = self._whole_steps(k, todo, begin, end)
         ahead = any(n.recurs for n in todo)
         steps = f"tl.range({begin}, {end}, RB, num_stages={FORMULA.steps_ahead})" if ahead else f"range({begin}, {end}, RB)"
-        self.put(f"for start in {steps}:")
+        self._loop(steps, todo, _last(end, self.config.row) if self._backwards(k, todo) else None)
+
+    def _backwards(self, k: int, todo: Sequence[Node]) -> bool:
+        """Return whether to read a long row again from its end: there, caches still hold what the pass before read last. From its
+        start, each step would evict what a later one needs."""
+        ordered = any(n.op in ("scan", "state") or n.how.startswith("arg") or n.how == "m2" for n in todo)
+        again = any(self.layout.passes_row(s) for s in self.kernel.stages[:k])
+        row = evaluate(product(self.kernel.r), self.kernel.hints)
+        return again and not ordered and self.config.split == 1 and row > AGAIN and halves(self.kernel)
+
+    def _planes(self, k: int, todo: Sequence[Node], planes: Layout) -> None:
+        """Print the loop over a row's planes, which begins with what all elements of a plane share."""
+        flat, outside = self.layout, set(self.known)
+        count = product([self.kernel.sizes[a] for a in self._row().axes[:-1]])
+        begin, end = self._range(f"plane{k}", count, 1)
+        back = self._backwards(k, todo)
+        self.put(f"for {'turn' if back else 'plane'} in range({begin}, {end}):")
+        with self.indented():
+            if back:
+                self.put(f"plane = {_last(end, 1)} - turn")
+            self.lay(planes)
+            self._outer_axes(flat)
+            for n in todo:
+                if n.op not in ("store", "reduce") and self._row().var not in planes.dims_of[n.id]:
+                    self.value(n)
+            self._steps(k, todo, "0", self.address.extent(self._row().size))
+            self.lay(flat)
+        self.known = outside
+
+    def _outer_axes(self, flat: Layout) -> None:
+        """Print the axes of the row that a plane has one position of."""
+        plane = "tl.full((), plane, tl.int64)" if self.wide else "plane"
+        axes = flat.row.axes[:-1] if flat.row else ()
+        for j, (a, inner) in enumerate(strides(self.kernel, axes)):
+            text = plane if inner == 1 else f"{plane} // {atom(self.address.extent(inner))}"
+            size = atom(self.address.extent(self.kernel.sizes[a]))
+            self.put(f"{axis_name(self.kernel, a)} = {f'{atom(text)} % {size}' if j else text}")
+
+    def _loop(self, steps: str, todo: Sequence[Node], last: str | None = None) -> None:
+        """Print a loop over steps, from the `last` one to the first if that is given."""
+        self.put(f"for {'back' if last else 'start'} in {steps}:")
         outside = set(self.known)
         with self.indented():
+            if last:
+                self.put(f"start = {last} - back")
             self._row_position("start", always=True)
             for n in todo:
                 self._step(n)
         self.known = outside
-        for n in todo:
-            if n.op == "reduce":
-                self._finish(n)
+
+    def _whole_steps(self, k: int, todo: Sequence[Node], begin: str, end: str) -> str:
+        """Print the loop over whole steps, without a mask. Return where the rest begins."""
+        masked, step = self._row(), self.config.row
+        bare = replace(masked, mask=None)
+        if begin == "0" and isinstance(masked.size, int):
+            whole = str(masked.size // step * step)
+        else:
+            whole = f"whole{k}"
+            self.put(f"{whole} = {begin} + tl.maximum({end} - {begin}, 0) // RB * RB")  # a program may have no share
+        self._masked_as(masked, bare)
+        self._loop(f"range({begin}, {whole}, RB)", todo)
+        self._masked_as(bare, masked)
+        return whole
+
+    def _masked_as(self, row: Dim, other: Dim) -> None:
+        self.layout.dims, self.layout.row = [other if d is row else d for d in self.layout.dims], other
+
+    def _peels(self, todo: Sequence[Node]) -> bool:
+        """Return whether whole steps, which need no mask, are apart from the rest of the row: where masks would be in the way of
+        loads of vectors, or every lane would have to count what it took."""
+        masked = self._row().mask is not None and self.layout.each > 1
+        return masked and any(n.op == "scan" or n.how == "m2" for n in todo)
 
     placed = False
 
@@ -148,16 +226,20 @@ class Program(Values):
 
     def _row_range(self, k: int) -> tuple[str, str]:
         """Return the first and last row element of this program."""
+        return self._range(str(k), product(self.kernel.r), self.config.row)
+
+    def _range(self, name: str, size: Extent, step: int) -> tuple[str, str]:
+        """Return where this program's share of `size` begins and ends, a multiple of `step`."""
+        limit, split = self.address.extent(size), self.config.split
         if not self.shares_row:
-            return "0", self.limit
-        size, split, step = product(self.kernel.r), self.config.split, self.config.row
+            return "0", limit
         if isinstance(size, int):
             chunk = str(-(-size // (step * split)) * step)
         else:
-            chunk = f"({self.limit} + {step * split - 1}) // {step * split} * {step}"
-        self.put(f"begin{k} = part * {atom(chunk)}")
-        self.put(f"end{k} = tl.minimum(begin{k} + {atom(chunk)}, {self.limit})")
-        return f"begin{k}", f"end{k}"
+            chunk = f"({limit} + {step * split - 1}) // {step * split} * {step}"
+        self.put(f"begin{name} = part * {atom(chunk)}")
+        self.put(f"end{name} = tl.minimum(begin{name} + {atom(chunk)}, {limit})")
+        return f"begin{name}", f"end{name}"
 
     def _closure(self, stage: Stage) -> list[Node]:
         """Return the stage's nodes, and the row values of earlier stages that they need, which are computed again."""
@@ -254,13 +336,14 @@ class Program(Values):
             self.put(f"carry{n.args[1]} = tl.broadcast_to({before}, {self.layout.shape(self.layout.dims_of[n.id])})")
         elif n.op == "scan":
             shape = self.layout.shape(self.layout.dims_of[n.id] - {self._row().var})
+            shape = self.layout.carried(()) if self.layout.each > 1 else shape
             self.put(red.Carry(f"carry{n.id}", red.identity(n.how, n.dtype), n.dtype).init(shape))
         if n.op != "reduce":
             return
         dtype = self.node(n.args[0]).dtype
         shape = self.layout.shape(self.layout.dims_of[n.args[0]] | {self._row().var})
         carried = self.layout.carried(self.layout.dims_of[n.args[0]]) if self._folds(n) else shape
-        for c in red.carries(n, dtype):
+        for c in red.carries(n, dtype, counts=self._folds(n)):
             self.put(c.init(carried))
         if n.id in self.joined:
             self.put(red.Carry(f"acc{self.joined[n.id][0]}", red.identity("sum", dtype), dtype).init(carried))
@@ -272,7 +355,7 @@ class Program(Values):
 
     def _folds(self, n: Node) -> bool:
         """Return whether a lane combines elements of a step before it adds them to what it carries."""
-        return self.layout.each > 1 and (n.how in ("sum", "mean") or n.id in self.joined)
+        return self.layout.each > 1 and (n.how in ("sum", "mean", "m2") or n.id in self.joined)
 
     def _step(self, n: Node) -> None:
         """Print a node inside the loop."""
@@ -294,6 +377,10 @@ class Program(Values):
             self.put(f"{v} = {new if whole else f'tl.broadcast_to({new}, {self.layout.shape(dims[n.id])})'}")
             self.put(f"carry{n.args[1]} = {v}")
             return
+        if self.layout.each > 1:
+            call = f'fw.scan_lanes({self._scanned(n)}, {carry}, "{n.how}", {self.layout.each})'
+            self.put(f"{v}, {carry} = {call}")
+            return
         self.put(f"{v}_x = {self._scanned(n)}")
         self.put(f"{v} = {red.step(n.how, n.dtype, carry, f'fw.scan_{n.how}({v}_x, {axis})')}")
         self.put(f"{carry} = {red.step(n.how, n.dtype, carry, red.fold(n.how, f'{v}_x', axis))}")
@@ -305,6 +392,10 @@ class Program(Values):
             both, x = f"{acc}, acc{self.joined[n.id][0]}", self._masked(i, red.identity(n.how, dtype))
             call = f"fw.online_lanes({both}, {x}, {self.layout.each})" if self._folds(n) else f"fw.online({both}, {x})"
             self.put(f"{both} = {call}")
+        elif self._folds(n) and n.how == "m2":
+            state = f"mean{n.id}, {acc}, n{n.id}"
+            more = f"rest({state}, {self._masked(i, '0.0')}, {mask}" if mask else f"lanes({state}, {self.operand_block(i)}"
+            self.put(f"{state} = fw.welford_{more}, {self.layout.each})")
         elif self._folds(n):
             x = f"fw.lanes_sum({self._masked(i, red.identity(n.how, dtype))}, {self.layout.each})"
             self.put(f"{acc} = {red.step(n.how, dtype, acc, x)}")
@@ -343,7 +434,7 @@ class Program(Values):
         if n.id in self.joined:
             return self._finish_online(n, dtype)
         if n.how == "m2":
-            counts = self._lane_counts(n, dtype)
+            counts = f"n{n.id}" if self._folds(n) else self._lane_counts(n, dtype)
             self.put(f"{v}_mean, {v}, {v}_n = fw.reduce_m2(mean{n.id}, {acc}, {counts}, {axis})")
             values = [f"{v}_mean", v]
         elif n.how.startswith("arg"):
@@ -458,3 +549,8 @@ class Program(Values):
     def _part_shape(self) -> str:
         """Return the shape of a block of parts: like a row block, with the parts along the row's axis."""
         return self.layout.shape(self._point_dims() | {self._row().var}).replace("RB", str(self.config.split))
+
+
+def _last(size: str, step: int) -> str:
+    """Return where the last step of so many elements begins."""
+    return str((int(size) - 1) // step * step) if size.isdigit() else f"({atom(size)} - 1) // {step} * {step}"

@@ -70,11 +70,12 @@ def _number(text: str) -> int | float | bool:
     return float(text[7:-2]) if text.startswith("float") else float(text) if "." in text else int(text)
 
 
-def carries(n: Node, dtype: DType) -> list[Carry]:
-    """Return the loop variables of a reduction of `dtype` values. The index of an arg-reduction starts at the lane's own
-    position (see `Program`), so only the value is here."""
+def carries(n: Node, dtype: DType, counts: bool) -> list[Carry]:
+    """Return the loop variables of a reduction of `dtype` values, for m2 with what a lane `counts`. The index of an arg-reduction
+    starts at the lane's own position (see `Program`), so only the value is here."""
     if n.how == "m2":
-        return [Carry(f"mean{n.id}", literal(0, dtype), dtype), Carry(f"acc{n.id}", literal(0, dtype), dtype)]
+        names = [f"mean{n.id}", f"acc{n.id}", *([f"n{n.id}"] if counts else [])]
+        return [Carry(name, literal(0, dtype), dtype) for name in names]
     return [Carry(f"acc{n.id}", identity(n.how, dtype), dtype)]
 
 

@@ -20,7 +20,7 @@ from fusewright.toolkit.ir.ir import Kernel, Node
 from fusewright.toolkit.ir.types import TYPES
 from fusewright.toolkit.transform.online_softmax import totals
 from fusewright_triton.emit.addressing import LANE_BYTES, begin_anywhere
-from fusewright_triton.emit.held import kept, passes
+from fusewright_triton.emit.held import halves, kept, passes
 from fusewright_triton.target import FORMULA, Target
 
 HELD = 8192
@@ -30,6 +30,12 @@ SHORT = 512
 STEP_ELEMENTS, ONLINE_ELEMENTS = 4, 8
 """The least elements to each lane of a row that is passed over in steps, and of one whose maximum and sum of exponentials are
 computed together, where a lane rescales its sum once for all of a step."""
+SCAN_HELD = 8192
+"""The longest row with a scan that a program holds: the carry from step to step costs more than it saves for few warps."""
+SCAN_STEP = 2048, 8
+"""Elements of a row with a scan in a step, and those that lie in one lane next to each other."""
+FOLDED_STEP = 4096, 8
+"""Elements in a step of a long row with squared deviations, or that is read again, and the least of them to each lane."""
 AGAIN = 65536
 """The longest row of which a cache keeps as many as programs of `4096` elements a step are under way, until they read it again."""
 COLUMN = 32
@@ -307,6 +313,8 @@ def _rows(kernel: Kernel, shape: _Shape, target: Target, static: bool) -> Config
     row = _pow2(max(shape.row, 2))
     limit = target.schedule.persistent // max(1, (shape.live + 1) // 4)
     alone = _gathers(kernel, shape, target)
+    if _scanned(kernel, row, target):
+        return _scan_steps(shape, target)
     if static and shape.row and row <= limit and not alone and not _online(kernel, row, target):
         across = _across(kernel, shape, target)
         if across is not None and (block := _lines(shape, *across, row, target)) > 1:
@@ -317,6 +325,9 @@ def _rows(kernel: Kernel, shape: _Shape, target: Target, static: bool) -> Config
             block *= 2
         return Config(_tile(every, block), row, True, 1, _row_warps(block * row, target))
     joined = totals(kernel)
+    moments = any(n.how == "m2" for n in kernel.nodes()) or (shape.row > AGAIN and passes(kernel) > 1)
+    if moments and halves(kernel) and not joined and not alone:
+        return _folded_steps(kernel, shape, target)
     again = shape.row > AGAIN and passes(kernel, joined) > 1
     step = min(_pow2(max(shape.row, 16)), 1024 if alone else 4096 if (joined and not again) or shape.live > 4 else 8192)
     split = _split(kernel, shape, shape.points, step, target)
@@ -339,6 +350,28 @@ def _online(kernel: Kernel, row: int, target: Target) -> bool:
         return False
     registers = min(target.block_registers // threads, target.thread_registers)
     return passes(kernel, joined) == 1 or kept(kernel) * (row // threads) >= registers
+
+
+def _scanned(kernel: Kernel, row: int, target: Target) -> bool:
+    """Return whether to pass in steps over rows with a scan: if many warps would hold them, which scan all of their blocks before
+    one is stored, and one pass is enough."""
+    return row > SCAN_HELD and passes(kernel) == 1 and any(n.op == "scan" for n in kernel.nodes())
+
+
+def _scan_steps(shape: _Shape, target: Target) -> Config:
+    """Give each row few warps, whose lanes add up what they load at once before they scan their sums."""
+    step, each = SCAN_STEP
+    return Config(_tile(tuple(range(shape.n_p)), 1), step, False, 1, _warps(step, 2 * each, target), each)
+
+
+def _folded_steps(kernel: Kernel, shape: _Shape, target: Target) -> Config:
+    """Give each row a program whose lanes take the sum, or the mean, of a step's elements before they add it to what they carry:
+    a Welford step and two masks for each element took longer than the loads, and accumulators of all lanes fill registers."""
+    step, per_lane = FOLDED_STEP
+    step = min(_pow2(max(shape.row, 16)), step)
+    split = _split(kernel, shape, shape.points, step, target)
+    warps = _warps(step, per_lane, target)
+    return Config(_tile(tuple(range(shape.n_p)), 1), step, False, split, warps, max(1, step // (warps * target.lanes)))
 
 
 def _gathers(kernel: Kernel, shape: _Shape, target: Target) -> bool:

@@ -26,6 +26,9 @@ INDEX_ERROR, ZERO_DIVISION = 1, 2
 class Values(abc.ABC):
     """Values are written once, under the name `v<id>`; constants stand where they are used."""
 
+    address: Addresses
+    flattened: list[Dim]
+
     def __init__(self, layout: Layout, wide: bool, check_division: bool) -> None:
         self.layout, self.kernel, self.config = layout, layout.kernel, layout.config
         self.wide, self.check_division = wide, check_division
@@ -38,11 +41,16 @@ class Values(abc.ABC):
         self.approximable: frozenset[int] = frozenset()
         self.totals = pairs(self.kernel)
         """Sums of a softmax, which are at least 1: divisions by them become multiplications by their reciprocal."""
+        self.memory = Memory(self)
+        self.lay(layout)
+        self.limit = self.address.extent(product(self.kernel.r))
+
+    def lay(self, layout: Layout) -> None:
+        """Print what follows in this layout."""
+        self.layout = self.memory.layout = layout
         self.flattened = [d for d in layout.dims if len(d.axes) > 1]
         strides = [d.strides(self.kernel) for d in self.flattened]
         self.address = Addresses(layout.sizes, self._axis, self._index_value, strides)
-        self.memory = Memory(self)
-        self.limit = self.address.extent(product(self.kernel.r))
 
     # text
 

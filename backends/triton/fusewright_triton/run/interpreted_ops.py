@@ -95,6 +95,37 @@ def online_lanes(top: Any, total: Any, x: Any, each: int) -> Any:
     return tuple(from_torch(n, x.dtype, True) for n in (most, whole))
 
 
+def welford_lanes(mean: Any, m2: Any, n: Any, x: Any, each: int) -> Any:
+    return welford_rest(mean, m2, n, x, None, each)
+
+
+def welford_rest(mean: Any, m2: Any, n: Any, x: Any, mask: Any, each: int) -> Any:
+    m, s, count, v = to_torch(mean), to_torch(m2), to_torch(n), _lanes(x, each)
+    counted = torch.ones_like(v, dtype=torch.bool) if mask is None else _lanes(mask, each).bool()
+    more = counted.sum(1).to(v.dtype)
+    own = v.sum(1) / more.clamp(min=1)
+    d = torch.where(counted, v - own[:, None], 0)
+    count = count + more
+    apart = torch.where(more == 0, 0, own - m)
+    new = m + apart * (more / count.clamp(min=1))
+    s = s + d.square().sum(1) + apart * torch.where(more == 0, 0, own - new) * more
+    return tuple(from_torch(t, x.dtype, True) for t in (new, s, count))
+
+
+SCANS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "sum": lambda t: t.cumsum(0, dtype=t.dtype),
+    "prod": lambda t: t.cumprod(0, dtype=t.dtype),
+    "max": lambda t: t.cummax(0).values,
+    "min": lambda t: t.cummin(0).values,
+}
+
+
+def scan_lanes(x: Any, carry: Any, how: str, each: int) -> Any:
+    given, before = to_torch(x), to_torch(carry)
+    out = SCANS[how](torch.cat((before[:1], given)))[1:]
+    return from_torch(out, x.dtype, True), from_torch(out[-1:].expand_as(before).contiguous(), x.dtype, True)
+
+
 def guarded(top: Any, total: Any) -> Any:
     (t, s), block = _broadcast((top, total))
     whole = torch.where(t == torch.inf, t, s)
@@ -170,6 +201,9 @@ class Device:
     beats_min = staticmethod(_compare(lambda b, a: (b < a) | ((b != b) & (a == a))))
     online = staticmethod(online)
     online_lanes = staticmethod(online_lanes)
+    welford_lanes = staticmethod(welford_lanes)
+    welford_rest = staticmethod(welford_rest)
+    scan_lanes = staticmethod(scan_lanes)
     guarded = staticmethod(guarded)
     lanes_sum = staticmethod(lambda x, each: from_torch(_lanes(x, each).sum(1), x.dtype, True))
     reduce_online = staticmethod(reduce_online)

@@ -203,8 +203,9 @@ class Trial:
 
     def _clear(self) -> bool:
         """Whether two pairs are enough: the plan's best of many calls is slower than all of eager's by more than noise makes out
-        among the plan's own."""
-        if not self.alike or self.lost < WINS or any(t.calls < FEWEST for t in self.times.values()):
+        among the plan's own. Not in the first calls, in which plans of layers are recorded one by one."""
+        few = self.calls < SHARE * LOSSES or any(t.calls < FEWEST for t in self.times.values())
+        if few or not self.alike or self.lost < WINS:
             return False
         fastest = self._fastest()
         noise = self.usual() / max(sum(t.best for t in self.times.values()), 1e-12)

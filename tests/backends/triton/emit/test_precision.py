@@ -73,6 +73,25 @@ def test_each_function_of_a_kernel_decides_by_what_it_stores() -> None:
     assert "fw.sigmoid" in first and "fw.sigmoid" not in second and "tl.exp(" in second
 
 
+def normalized(dtype: str) -> Kernel:
+    """A norm of gates, of which `dtype` is stored; with f32 also the variance."""
+    b = Builder("normalized", p=[64], r=[70000])
+    i, j = b.axes
+    gate = b.op("sigmoid", b.load(b.input("x", "bf16"), i * 70000 + j).to("f32"))
+    variance = b.reduce("m2", gate) / 70000.0
+    if dtype == "f32":
+        b.store(b.output("v", "f32"), i, variance)
+    y = (gate - b.reduce("mean", gate)) * b.op("rsqrt", variance + 1e-5)
+    b.store(b.output("y", "bf16"), i * 70000 + j, y.to("bf16"))
+    return b.build()
+
+
+def test_what_a_norm_divides_by_may_be_approximate_as_what_it_divides() -> None:
+    """Eager rounds each gate to the half type, which is 2^8 times coarser, before it takes mean and variance."""
+    assert "fw.sigmoid" not in text_of(normalized("bf16")) and "tl.exp(" in text_of(normalized("bf16"))
+    assert "fw.sigmoid" in text_of(normalized("f32")), "the variance is stored in full"
+
+
 @given(st.lists(st.floats(-90, 90, width=32), min_size=1, max_size=64))
 def test_rounded_results_are_within_a_step_of_exact_ones(values: list[float]) -> None:
     x = torch.tensor(values + [0.0] * (4096 - len(values))).bfloat16()
