@@ -29,6 +29,7 @@ from fusewright_triton.emit.schedule import Config
 from fusewright_triton.runtime import compile_kernels
 from fusewright_triton.target import AMD, NVIDIA, Target
 from tests.backends.triton import kernels
+from tests.kernels import cumsum, layer_norm
 
 H100 = NVIDIA["sm_90"]
 SHAPES = {
@@ -113,7 +114,9 @@ def test_long_rows_vary_in_what_is_shared_and_in_what_is_held() -> None:
 
 @pytest.mark.parametrize("target", [H100, AMD["gfx942"]], ids=lambda t: t.arch)
 @pytest.mark.parametrize(
-    "kernel", [SHAPES["long row"], SHAPES["symbolic"], kernels.softmax(64, 32000)], ids=["long row", "symbolic", "held"]
+    "kernel",
+    [SHAPES["long row"], SHAPES["symbolic"], kernels.softmax(64, 32000), layer_norm(4096, 70000, "bf16")],
+    ids=["long row", "symbolic", "held", "moments"],
 )
 def test_lanes_combine_what_they_hold_in_every_candidate(kernel: Kernel, target: Target) -> None:
     """With more, lanes would exchange elements in each step; with less, they would rescale more often."""
@@ -122,6 +125,13 @@ def test_lanes_combine_what_they_hold_in_every_candidate(kernel: Kernel, target:
     assert len({c.warps for c in stepping}) > 1
     assert all(c.each == max(1, c.row // (c.warps * target.lanes)) for c in stepping)
     assert all(c.each == 1 for c in found if c not in stepping)
+
+
+def test_lanes_scan_no_more_than_they_hold_in_any_candidate() -> None:
+    kernel = cumsum(4096, 32768)
+    formula = schedule.choose(kernel, H100)
+    found = [c for c in candidates(kernel, formula, H100) if not c.persistent and all(t.block == 1 for t in c.tiles)]
+    assert formula.each > 1 and len(found) > 3 and all(c.each == max(1, min(formula.each, c.row // (c.warps * 32))) for c in found)
 
 
 @pytest.mark.parametrize("shape", ["pointwise", "row in registers", "columns"])

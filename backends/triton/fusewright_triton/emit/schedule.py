@@ -336,10 +336,13 @@ def _rows(kernel: Kernel, shape: _Shape, target: Target, static: bool) -> Config
 
 
 def combined(kernel: Kernel, config: Config, target: Target) -> Config:
-    """Return the configuration in which lanes combine all they hold of a step, no more, where that saves rescaling."""
-    steps = bool(config.row) and not config.persistent and all(t.block == 1 for t in config.tiles)
-    each = config.row // (config.warps * target.lanes) if steps and totals(kernel) else 1
-    return replace(config, each=max(1, each))
+    """Return the configuration in which lanes combine all they hold of a step, no more, where that saves rescaling or `config` has
+    them combine; in front of a scan no more than `config` has."""
+    held = max(1, config.row // (config.warps * target.lanes))
+    if config.persistent or any(t.block > 1 for t in config.tiles) or not (config.each > 1 or totals(kernel)):
+        return replace(config, each=1)
+    scans = any(n.op == "scan" for n in kernel.nodes())
+    return replace(config, each=min(config.each, held) if scans else held)
 
 
 def _online(kernel: Kernel, row: int, target: Target) -> bool:
