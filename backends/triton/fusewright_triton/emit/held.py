@@ -21,9 +21,14 @@ def passes(kernel: Kernel, joined: Collection[int] = ()) -> int:
 def halves(kernel: Kernel) -> bool:
     """Return whether what each row has of its own in memory takes at most two bytes an element. A group norm's step in fp32 took
     4.3 ms as such rows are passed over, 3.0 as others are: caches keep half as many elements."""
-    count, known = len(kernel.p), [n for n in kernel.nodes() if n.op in ("load", "store") and n.index is not None]
-    own = [n for n in known if n.index is not None and max(n.index.axes(), default=0) >= count > min(n.index.axes(), default=0)]
-    return all(TYPES[n.dtype].size <= 2 for n in own)
+    moved = [n for n in kernel.nodes() if n.op in ("load", "store") and n.index is not None]
+    return all(TYPES[n.dtype].size <= 2 for n in moved if _of_row(n, len(kernel.p)))
+
+
+def _of_row(n: Node, count: int) -> bool:
+    """Whether each point of the `count` axes of P has a row of its own in what an access moves."""
+    axes = n.index.axes() if n.index is not None else ()
+    return bool(axes) and min(axes) < count <= max(axes)
 
 
 def kept(kernel: Kernel) -> float:

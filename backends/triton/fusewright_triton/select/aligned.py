@@ -23,14 +23,13 @@ from fusewright.toolkit.lower.tables import RULES
 from fusewright.toolkit.region.graph import spec_of
 from fusewright.toolkit.region.pattern import Match, chain
 from fusewright.toolkit.region.rewrite import Row
+from fusewright_triton.run.graphs import REPEATS
 from fusewright_triton.select.calls import Calls
 
 PADDED_TO = 8
 """Row lengths in a half type that are multiples of this suit the tensor memory accelerator and 16-byte loads."""
 
 HALF = (torch.bfloat16, torch.float16)
-
-REPEATS = 10
 
 FEW = 8
 """The longest sum of a product that suits a loop kernel better than any library."""

@@ -19,9 +19,7 @@ from typing import Any
 
 import torch
 
-from fusewright import ops
 from fusewright.interface import OpView, TensorSpec, Value
-from fusewright.ops.core import Kind
 from fusewright.ops.strides import CHANNELS_LAST
 from fusewright.toolkit.backend.candidates import Lazy, Thunk
 from fusewright.toolkit.region.builder import channels_last_strides, same_strides
@@ -147,20 +145,16 @@ def _in_any_layout(op: OpView) -> bool:
     return op.op == "conv" or convolutions.in_kernels(op)
 
 
-def _is_view(op: OpView) -> bool:
-    return op.op in ops.OPS and ops.OPS[op.op].kind is Kind.VIEW
-
-
 def _made_by_kernel(value: Value, c: Calls) -> bool:
     made = c.graph.producer(value)
-    while made is not None and _is_view(made) and (given := next(made.inputs(), None)) is not None:
+    while made is not None and convolutions.is_view(made) and (given := next(made.inputs(), None)) is not None:
         made = c.graph.producer(given)
     return made is not None and _in_any_layout(made)
 
 
 def _stays_here(value: Value, c: Calls) -> bool:
     """Return whether neither a value nor a view of it leaves the region."""
-    views = (v for u in c.graph.users(value) if _is_view(u) for v in u.outs)
+    views = (v for u in c.graph.users(value) if convolutions.is_view(u) for v in u.outs)
     return not c.graph.escapes(value) and all(_stays_here(v, c) for v in views)
 
 
@@ -168,7 +162,7 @@ def _read_by_kernels(value: Value, c: Calls) -> bool:
     """Return whether loop kernels and convolutions alone read a value. Views of channels-last images are often what a product
     reads without a copy."""
     users = c.graph.users(value)
-    return bool(users) and _stays_here(value, c) and all(_is_view(u) or _in_any_layout(u) for u in users)
+    return bool(users) and _stays_here(value, c) and all(convolutions.is_view(u) or _in_any_layout(u) for u in users)
 
 
 def _activates(op: OpView, c: Calls) -> bool:

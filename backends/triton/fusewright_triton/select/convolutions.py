@@ -85,17 +85,21 @@ def _cuts(m: Match, c: Calls) -> bool:
 
 def in_kernels(op: OpView) -> bool:
     """Return whether loop kernels compute an op, in any layout."""
-    kind = ops.OPS[op.op].kind if op.op in ops.OPS else Kind.CONTRACTION
-    return kind not in (Kind.VIEW, Kind.CONTRACTION) and op.op != "sdpa"
+    return _kind(op) not in (Kind.VIEW, Kind.CONTRACTION) and op.op != "sdpa"
+
+
+def is_view(op: OpView) -> bool:
+    return _kind(op) is Kind.VIEW
+
+
+def _kind(op: OpView) -> Kind:
+    return ops.OPS[op.op].kind if op.op in ops.OPS else Kind.CONTRACTION
 
 
 def _kernels_read(value: Value, c: Calls) -> bool:
     """Return whether a loop kernel may read a value, or a view of it."""
-    for user in c.graph.users(value):
-        view = user.op in ops.OPS and ops.OPS[user.op].kind is Kind.VIEW
-        if in_kernels(user) or (view and any(_kernels_read(v, c) for v in user.outs)):
-            return True
-    return False
+    users = c.graph.users(value)
+    return any(in_kernels(u) or (is_view(u) and any(_kernels_read(v, c) for v in u.outs)) for u in users)
 
 
 def _copied_behind(value: Value, stride: Sequence[int], c: Calls) -> bool:
