@@ -8,6 +8,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tag
+from torch._ops import OpOverload
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -47,6 +49,17 @@ _MOVES = (
 """Ops that move values and round none."""
 
 
+_JOINS = (aten.cat.default, aten.stack.default)
+
+_MOST_JOINED = 4
+"""More tensors side by side are saved as one: a kernel that reads them all has a branch for each."""
+
+_REDUCTIONS = (
+    aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default, aten.logsumexp.default, aten._softmax.default,
+    aten._log_softmax.default,
+)  # fmt: skip
+
+
 def before_cut(graph: Graph, multiple: Multiple | None = None) -> None:
     """Rewrite a joint graph in place. `multiple`: see `DevicePolicy`."""
     write_out_steps(graph)
@@ -65,7 +78,30 @@ def before_cut(graph: Graph, multiple: Multiple | None = None) -> None:
     merge_common(graph)
     host_tables(graph)
     tested_for_equality(graph)
+    joined_again(graph)
     copied_for_norms(graph)
+
+
+def joined_again(graph: Graph) -> None:
+    """Join a few tensors again for gradients that kernels compute from what they join, rather than save both (a loss that mixes two
+    distributions reduces a stack of them)."""
+    for join in (n for t in _JOINS for n in graph.find_nodes(op="call_function", target=t)):
+        if len(join.all_input_nodes) <= _MOST_JOINED and all(map(_in_kernels, _readers(join))):
+            join.meta.setdefault("recompute", CheckpointPolicy.MUST_RECOMPUTE)
+
+
+def _readers(x: Node) -> Iterator[Node]:
+    """The ops that read the values of `x`, moved or not."""
+    for user in x.users:
+        if user.target in _MOVES:
+            yield from _readers(user)
+        else:
+            yield user
+
+
+def _in_kernels(reader: Node) -> bool:
+    """Whether a kernel can compute an op from what it joins as it reads."""
+    return reader.target in _REDUCTIONS or (isinstance(reader.target, OpOverload) and Tag.pointwise in reader.target.tags)
 
 
 def copied_for_norms(graph: Graph) -> None:

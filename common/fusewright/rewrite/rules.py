@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from torch.fx import Node
+from torch.fx.node import map_arg
 
 from fusewright import _torch_compat as compat
 from fusewright import ops
@@ -209,6 +210,37 @@ def _read(r: Rewriter, node: Node, env: Env) -> Node | None:
     return r.call(READER.name(node), (found, *node.args[1:]), like=node, kwargs=dict(node.kwargs))
 
 
+def _computed_piece(r: Rewriter, node: Node, env: Env) -> Node | None:
+    """Compute only the pieces along the first dim that somebody reads: the gradient of a stack is selected for each of what it
+    stacks, and a select reads memory, so that all of it would be stored."""
+    x = env["x"]
+    selected = isinstance(x, Node) and all(is_call(u, "select") and u.args[1] == 0 for u in x.users)
+    if not selected or node in r.exposed or r.has_writes or not isinstance(node.args[2], int):
+        return None
+    found = _piece(r, x, node.args[2])
+    return found if found is not None and _same_layout(found, node) else None
+
+
+def _piece(r: Rewriter, x: Node, index: int) -> Node | None:
+    """One index of the first dim of what is stacked or computed for this alone, without that dim; None for a piece of memory."""
+    if is_call(x, "stack") and (*x.args[1:], 0)[0] == 0:
+        return cast("Sequence[Node]", x.args[0])[index]
+    if is_call(x, "unsqueeze") and x.args[1] == 0:
+        return cast("Node", x.args[0])
+    row = ops.find(x.target) if x.op == "call_function" else None
+    if row is None or row.kind is not ops.Kind.POINTWISE or not _contiguous(x):
+        return None
+    rank, length = value_of(x).dim(), _shape(x)[0]
+
+    def piece(arg: Node) -> Node:
+        if value_of(arg).dim() < rank:
+            return arg
+        found = _piece(r, arg, index) if len(arg.users) == 1 or is_call(arg, "stack", "unsqueeze") else None
+        return found or r.call("select", (arg, 0, index if _same(_shape(arg)[:1], (length,)) else 0))
+
+    return r.call(row.name, map_arg(x.args, piece), kwargs=map_arg(x.kwargs, piece))
+
+
 def _of(piece: Write) -> tuple[int, int, int, bool]:
     return piece.dim, piece.start, piece.end, piece.kept
 
@@ -246,6 +278,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule("copy.same", p("copy", ANY, "x"), _needless_copy, "copy(y, x) = x where x lies as y does"),
     Rule("piece.read", p(("select", "slice"), "x"), _read, "select(select_scatter(x, y, i), j) = select(x, j)"),
+    Rule("piece.computed", p("select", "x"), _computed_piece, "select(f(x, y), 0, i) = f(select(x, 0, i), select(y, 0, i))"),
     Rule("copy.piece", p("copy", ANY, "x"), _replaces, "slice_scatter(y, copy(z, x)) = slice_scatter(y, x)"),
     Rule("mul.one", p("mul", "x", "one"), _times_one, "x * 1 = x"),
     Rule("div.one", p("div", "x", "one"), _times_one, "x / 1 = x"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -267,3 +268,26 @@ def test_a_log_softmax_that_is_returned_is_saved(classes: int) -> None:
     _, loss = torch.compile(scored, backend=backend)(x)
     loss.backward()
     assert "aten._log_softmax.default" in called(found["forward"])
+
+
+def mixed(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """The log probabilities of an even mixture."""
+    return torch.logsumexp(torch.stack([x.log_softmax(-1), y.log_softmax(-1)]) - math.log(2), 0).exp().square().sum()
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_stack_that_a_gradient_reduces_is_not_saved() -> None:
+    """What it stacks is saved anyway."""
+    found, backend = traced()
+    x, y = (torch.randn(4, 20, requires_grad=True) for _ in range(2))
+    grads = torch.autograd.grad(torch.compile(mixed, backend=backend)(x, y), [x, y])
+    assert all(value_of(n).numel() <= x.numel() for n in found["backward"].graph.find_nodes(op="placeholder"))
+    torch.testing.assert_close(grads, torch.autograd.grad(mixed(x, y), [x, y]))
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_cat_that_a_product_reads_is_saved() -> None:
+    found, backend = traced()
+    x, w = torch.randn(4, 3, requires_grad=True), torch.randn(6, 2, requires_grad=True)
+    torch.compile(lambda x, w: torch.cat([x, x.sin()], 1) @ w, backend=backend)(x, w).sum().backward()
+    assert "aten.cat.default" not in called(found["backward"])

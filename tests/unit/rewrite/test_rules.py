@@ -109,6 +109,13 @@ REWRITES: dict[str, tuple[str, str]] = {
         WRITTEN + "%5: f32[3] = select(%4, 0, 1)\n%6: f32[3] = relu(%5)\nreturn [%6]\n",
         ROWS + "%2: f32[3] = select(%0, 0, 1)\n%3: f32[3] = relu(%2)\nreturn [%3]\n",
     ),
+    "piece.computed": (
+        "%0: f32[4,3] = input('x')\n%1: f32[4,3] = input('y')\n%2: f32[2,4,3] = stack([%0, %1], 0)\n"
+        "%3: f32[1,4,3] = unsqueeze(%1, 0)\n%4: f32[2,4,3] = sub(%2, %3)\n%5: f32[2,4,3] = exp(%4)\n"
+        "%6: f32[4,3] = select(%5, 0, 0)\n%7: f32[4,3] = relu(%6)\nreturn [%7]\n",
+        "%0: f32[4,3] = input('x')\n%1: f32[4,3] = input('y')\n%2: f32[4,3] = sub(%0, %1)\n%3: f32[4,3] = exp(%2)\n"
+        "%4: f32[4,3] = relu(%3)\nreturn [%4]\n",
+    ),
     "copy.piece": (
         X + "%1: f16[1,2] = input('y')\n%2: f32[2,2]{3,1} = slice(%0, 1, 0, 2, 1)\n%3: f32[2,2]{3,1} = copy(%2, %1, False)\n"
         "%4: f32[2,3] = slice_scatter(%0, %3, 1, 0, 2, 1)\nreturn [%4]\n",
@@ -236,6 +243,14 @@ KEPT: dict[str, list[str]] = {
         # written in place by then
         ROWS + "%2: f32[4,3] = select_scatter(%0, %1, 0, 1)\n%3: f32[4,3] = aten.add_.Tensor(%0, 1)\n"
         "%4: f32[3] = select(%2, 0, 2)\n%5: f32[3] = relu(%4)\nreturn [%5]\n",
+    ],
+    "piece.computed": [
+        # memory that a caller sees
+        X + "%1: f32[2,3] = exp(%0)\n%2: f32[3] = select(%1, 0, 1)\nreturn [%2]\n",
+        # read as a whole, too
+        X + "%1: f32[2,3] = exp(%0)\n%2: f32[3] = select(%1, 0, 1)\n%3: f32[2,3] = add(%1, %2)\nreturn [%3]\n",
+        # strides that no result of its own has
+        X + "%1: f32[2,3] = exp(%0)\n%2: f32[2]{3} = select(%1, 1, 0)\n%3: f32[2] = relu(%2)\nreturn [%3]\n",
     ],
     "copy.piece": [
         # its strides are seen
