@@ -6,6 +6,7 @@ The process says `@ready` once all is compiled and waits for a line before it ti
 from __future__ import annotations
 
 import copy
+import gc
 import importlib
 import json
 import statistics
@@ -213,5 +214,8 @@ def main(text: str) -> int:
 
     for fields in json.loads(text):
         torch.compiler.reset()
+        gc.collect()
+        if torch.accelerator.is_available():
+            torch.accelerator.empty_cache()
         print(MARK + json.dumps(run(Job(**fields), wait)), flush=True)
     return 0
