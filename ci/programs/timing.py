@@ -42,6 +42,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SUITES = ("kernelbench_1", "kernelbench_2")
 LOST = 0.97
 """Below this share of the better one's speed a program counts as slower."""
+_EXCEPTION = re.compile(r"[\w.]*(Error|Exception|Interrupt)\b")
 RIGHT = ("timed", "right", "no gradient")
 NOT_REACHED = "not reached"
 
@@ -205,10 +206,15 @@ def _some(jobs: Sequence[Job], given: argparse.Namespace, processes: Processes, 
     if len(rows) == len(named):
         return rows
     if time.monotonic() - start < left - 0.5:
-        words = (log.read_text(errors="replace").strip().splitlines() or ["no words"])[-1][:200]
-        return [*rows, named[len(rows)] | {"outcome": "failed", "words": words}]
+        return [*rows, named[len(rows)] | {"outcome": "failed", "words": _cause(log.read_text(errors="replace"))}]
     outcome = f"not done in {limit:.0f} s" if left == limit else NOT_REACHED
     return [*rows, named[len(rows)] | {"outcome": outcome}]
+
+
+def _cause(log: str) -> str:
+    """The last exception of a log: what torch raises for a backend has hints behind it."""
+    lines = log.strip().splitlines() or ["no words"]
+    return next((line for line in reversed(lines) if _EXCEPTION.match(line)), lines[-1])[:200]
 
 
 def _answer(process: subprocess.Popen[str]) -> Any:

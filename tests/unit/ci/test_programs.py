@@ -88,7 +88,7 @@ import json, sys
 
 for job in json.loads(sys.argv[-1]):
     if job["program"] == "p020_leaky_relu":
-        sys.exit("what went wrong")
+        sys.exit("sent.Error: what went wrong\\n\\nSet a variable to see more")
     print("@ready", flush=True)
     input()
     ours = 1.0 if job["program"] == "p019_relu" else 2.0
@@ -103,7 +103,7 @@ def test_a_failed_program_leaves_the_others(children: None, capsys: pytest.Captu
     assert timing.main([*command, "--json", str(record)]) == 1
     said = capsys.readouterr().out
     assert [line.split()[0] for line in said.splitlines()[:3]] == ["p019_relu", "p021_sigmoid", "p020_leaky_relu"]
-    assert "p020_leaky_relu" + " " * 42 + "failed  what went wrong" in said
+    assert "p020_leaky_relu" + " " * 42 + "failed  sent.Error: what went wrong" in said
     assert "over inductor: 1.061x of 2 programs, least 0.75x" in said
     assert "below 0.97x of the better: 1 of 2" in said
     assert [row["outcome"] for row in json.loads(record.read_text())["rows"]] == ["timed", "failed", "timed"]
