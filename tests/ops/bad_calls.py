@@ -60,6 +60,7 @@ _INDICES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], str]] = {
     ),
     "index_copy": (lambda x, i: x.index_copy(0, i, x[:2]) + 1, (table(), index(0, 3)), "index_copy_(): index 3"),
     "index_fill": (lambda x, i: x.index_fill(1, i, 2.0) + 1, (table(), index(4)), "index 4 is out of bounds"),
+    "index_fill_negative": (lambda x, i: x.index_fill(0, i, 2.0) + 1, (table(), index(-1, -4)), "index -4 is out of bounds"),
     "scatter": (lambda x, i: x.scatter(1, i, x) + 1, (table(), index(4).expand(3, 4)), "index 4 is out of bounds"),
     "scatter_value": (lambda x, i: x.scatter(1, i, 2.0) + 1, (table(), index(-1).expand(3, 4)), "index -1 is out of"),
     "scatter_add": (lambda x, i: x.scatter_add(0, i, x) + 1, (table(), index(3).expand(3, 4)), "index 3 is out of bounds"),
