@@ -74,6 +74,10 @@ _INDICES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], str]] = {
     "take": (lambda x, i: torch.take(x, i) + 1, (table(), index(12)), "out of range"),
     "put": (lambda x, i: x.put(i, x[0, :1]) + 1, (table(), index(12)), "out of range"),
     "masked_scatter": (lambda x: x.masked_scatter(x > 1, x[0]) + 1, (table(),), "Number of elements of source"),
+    # sources that are no slice: tracing lets their shapes pass
+    "slice_scatter": (lambda x: x.slice_scatter(x[:1], 0, 0, 2) + 1, (table(),), "expected src to have a size equal"),
+    "select_scatter": (lambda x: x.select_scatter(x[0, :1], 0, 1) + 1, (table(),), "expected src to have a size equal"),
+    "diagonal_scatter": (lambda x: x.diagonal_scatter(x[0]) + 1, (table(),), "expected src to have a size equal"),
     "empty_dim": (lambda x, i: x[:0].index_select(0, i) + 1, (table(), index(0, 0)), "should be positive"),
     # along a dim of size 1 the index affects only the bounds check
     "one_embedding": (lambda w, i: F.embedding(i, w), (ONE, index(0, 7)), "index out of range in self"),
