@@ -220,3 +220,17 @@ def test_the_place_that_decides() -> None:
     assert {k for k, t in reasons.items() if lazy(t)} == {"neg", "conj", "zero"}
     assert why_not(freed) is NO_MEMORY
     assert not any(why_not(materialized(reasons[k])) for k in ("plain", "neg", "conj", "zero"))
+
+
+def test_a_parameter_made_in_the_graph_keeps_its_memory() -> None:
+    def made(x: Tensor) -> tuple[Tensor, Tensor]:
+        half = x * 2 + 1
+        weight = nn.Parameter(half * 3, requires_grad=False)
+        return weight, ((half.exp() + 1) @ half).sum(1)
+
+    compiled = torch.compile(made, backend="x86_onednn", options={"strict": True})
+    inputs = [torch.rand(16, 16) for _ in range(3)]
+    with torch.no_grad(), torch._dynamo.config.patch(graph_break_on_nn_param_ctor=False):
+        kept = [compiled(x)[0] for x in inputs]
+        for x, weight in zip(inputs, kept, strict=True):
+            torch.testing.assert_close(weight, made(x)[0])

@@ -60,6 +60,7 @@ _INDICES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], str]] = {
     ),
     "index_copy": (lambda x, i: x.index_copy(0, i, x[:2]) + 1, (table(), index(0, 3)), "index_copy_(): index 3"),
     "index_fill": (lambda x, i: x.index_fill(1, i, 2.0) + 1, (table(), index(4)), "index 4 is out of bounds"),
+    "index_fill_negative": (lambda x, i: x.index_fill(0, i, 2.0) + 1, (table(), index(-1, -4)), "index -4 is out of bounds"),
     "scatter": (lambda x, i: x.scatter(1, i, x) + 1, (table(), index(4).expand(3, 4)), "index 4 is out of bounds"),
     "scatter_value": (lambda x, i: x.scatter(1, i, 2.0) + 1, (table(), index(-1).expand(3, 4)), "index -1 is out of"),
     "scatter_add": (lambda x, i: x.scatter_add(0, i, x) + 1, (table(), index(3).expand(3, 4)), "index 3 is out of bounds"),
@@ -73,6 +74,10 @@ _INDICES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], str]] = {
     "take": (lambda x, i: torch.take(x, i) + 1, (table(), index(12)), "out of range"),
     "put": (lambda x, i: x.put(i, x[0, :1]) + 1, (table(), index(12)), "out of range"),
     "masked_scatter": (lambda x: x.masked_scatter(x > 1, x[0]) + 1, (table(),), "Number of elements of source"),
+    # sources that are no slice: tracing lets their shapes pass
+    "slice_scatter": (lambda x: x.slice_scatter(x[:1], 0, 0, 2) + 1, (table(),), "expected src to have a size equal"),
+    "select_scatter": (lambda x: x.select_scatter(x[0, :1], 0, 1) + 1, (table(),), "expected src to have a size equal"),
+    "diagonal_scatter": (lambda x: x.diagonal_scatter(x[0]) + 1, (table(),), "expected src to have a size equal"),
     "empty_dim": (lambda x, i: x[:0].index_select(0, i) + 1, (table(), index(0, 0)), "should be positive"),
     # along a dim of size 1 the index affects only the bounds check
     "one_embedding": (lambda w, i: F.embedding(i, w), (ONE, index(0, 7)), "index out of range in self"),

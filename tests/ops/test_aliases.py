@@ -28,6 +28,8 @@ CALLS = {
     **{f"{n}.Scalar": BINARY for n in ("add", "sub", "mul", "div")},
     "rsub.Tensor": (c(X, Y), c(X, V, alpha=2)),
     "div.Scalar_mode": (c(X, 0.3, rounding_mode="floor"), c(X, 2, rounding_mode="trunc")),
+    "div.Scalar_mode to div": (c(X, 0.3, rounding_mode=None), c(t(3, 4, dtype=I64), 2, rounding_mode=None)),
+    "div.Tensor_mode": (c(X, POSITIVE, rounding_mode=None), c(t(4, dtype=I64), T((4,), I64, 1, 5), rounding_mode=None)),
     "floor_divide": (c(X, POSITIVE), c(t(3, 4, dtype=I64), T((4,), I64, 1, 5))),
     "floor_divide.Scalar": (c(X, 0.3), c(t(3, 4, dtype=I64), 2)),
     "true_divide.Tensor": (c(X, POSITIVE), c(t(3, 4, dtype=I64), T((4,), I64, 1, 5))),

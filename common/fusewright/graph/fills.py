@@ -158,7 +158,17 @@ def _promotes_alike(x: Node, scalar: Node, number: bool | int | float) -> bool:
 
 
 _NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
-"""The types of numbers that operators take for tensors: all of their digits are kept."""
+"""The types of numbers that operators take for tensors: all of their digits are kept, unless the operator promotes them."""
+
+
+def _number_type(given: bool | int | float | complex, result: torch.Tensor, node: Node) -> torch.dtype:
+    """Eager promotes operands that all are numbers to the default float, in which its result then is."""
+    kept = _NUMBERS[type(given)]
+    if not isinstance(given, float | complex) or "dtype" in node.kwargs or result.dtype == kept:
+        return kept
+    if result.dtype.is_complex and isinstance(given, float):
+        return result.dtype.to_real()
+    return result.dtype if result.dtype.is_floating_point or result.dtype.is_complex else kept
 
 
 def number_fills(graph: Graph) -> None:
@@ -181,7 +191,7 @@ def _filled(graph: Graph, node: Node, formal: Any, given: Any) -> Any:
     if str(formal.type) != "Tensor" or not isinstance(given, bool | int | float | complex):
         return given
     val = node.meta["val"]
-    options: dict[str, Any] = {"dtype": _NUMBERS[type(given)], "device": torch.device(HOST), "pin_memory": False}
+    options: dict[str, Any] = {"dtype": _number_type(given, val, node), "device": torch.device(HOST), "pin_memory": False}
     with graph.inserting_before(node):
         full = graph.call_function(torch.ops.aten.full.default, ([], given), options)
     with compat.fake_mode_of(val):

@@ -138,11 +138,9 @@ def canonical(
         return None
     bound = bind(entry.params, args, kwargs)
     for op, adapter in entry.rows:
-        if adapter is None:
-            return op, *unbind(op.params, bound)
-        if (adapted := adapter(bound)) is not None:
+        if adapter is not None and (adapted := adapter(bound)) is not None:
             return op, *unbind(op.params, bind(op.params, (), adapted))
-    return None
+    return (entry.op, *unbind(entry.op.params, bound)) if entry.rows[0][1] is None else None
 
 
 def saved_dtypes(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.dtype]:

@@ -1,7 +1,7 @@
 """Overloads that are bitwise equivalent to a row: argument adapters to the canonical schema.
 
 An adapter maps the alias's arguments by name to the canonical ones (missing ones take their defaults), or returns None if this
-call is outside the opset.
+call is outside the opset. An alias of a row's own overload takes the calls that are another row's.
 """
 
 from __future__ import annotations
@@ -33,6 +33,14 @@ def alias(qualname: str, op: str, adapter: Adapter | None = None, **constants: A
 
 def _swap(a: Args) -> dict[str, Any]:
     return {"self": a["other"], "other": a["self"], "alpha": a["alpha"]}
+
+
+def _rounded(a: Args) -> dict[str, Any] | None:
+    return None if a["rounding_mode"] is None else {**a}
+
+
+def _unrounded(a: Args) -> dict[str, Any] | None:
+    return {"self": a["self"], "other": a["other"]} if a["rounding_mode"] is None else None
 
 
 def _correction(a: Args) -> dict[str, Any]:
@@ -142,7 +150,8 @@ ALIASES: tuple[Alias, ...] = (
     # a Python number where the canonical overload has a tensor
     *(alias(f"{n}.Scalar", n) for n in ("add", "sub", "mul", "div")),
     alias("rsub.Tensor", "sub", _swap),
-    alias("div.Scalar_mode", "div_rounded"),
+    alias("div.Scalar_mode", "div_rounded", _rounded),
+    *(alias(f"div.{n}_mode", "div", _unrounded) for n in ("Scalar", "Tensor")),
     alias("floor_divide", "div_rounded", rounding_mode="floor"),
     alias("floor_divide.Scalar", "div_rounded", rounding_mode="floor"),
     alias("true_divide.Tensor", "div"),

@@ -32,7 +32,8 @@ def place(plan: Plan) -> Placement:
         return placement
     roots = roots_of(instructions)
     last = _last_use(instructions, roots)
-    escaping = {root for r in plan.outputs if isinstance(r, Ref) for root in roots.get(r.id, {r.id})}
+    outputs = {r.id for r in plan.outputs if isinstance(r, Ref)}
+    escaping = {root for r in outputs | _adopted(instructions) for root in roots.get(r, {r})}
     last.update(dict.fromkeys(escaping, len(instructions)))  # the caller reads them at the end
     kept: dict[int, int] = {}  # value -> the value whose buffer it lives in
     fresh = {o for i in instructions if not may_alias(i) for o in i.outs}
@@ -48,6 +49,12 @@ def place(plan: Plan) -> Placement:
         if base in placement.offset:
             placement.offset[value] = placement.offset[base]
     return placement
+
+
+def _adopted(instructions: Sequence[Instruction]) -> set[int]:
+    """Values whose memory an input adopts, as a parameter that the graph makes: it outlives the call."""
+    adopting = (i for i in instructions if isinstance(i, Call) and i.target.partition(".")[0] == "aten::set_")
+    return {r for i in adopting for r in reads(i)}
 
 
 def _bound(plan: Plan) -> dict[int, Bound]:

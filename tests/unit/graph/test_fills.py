@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fusewright.graph.fills import host_scalars, size_fills
+from fusewright.graph.fills import host_scalars, number_fills, size_fills
 
 X = torch.randn(3, 4)
 
@@ -128,3 +129,15 @@ def test_scalars_that_the_caller_gets_or_the_graph_writes_stay() -> None:
         for got, wanted in zip(gm(x), fn(x), strict=True):
             assert torch.equal(got, wanted)
         gm(x)[2].zero_()
+
+
+@pytest.mark.parametrize(("numbers", "dtype"), [((2, 0.5), torch.float32), ((2, 1j), torch.complex64), ((2, 3), torch.int64)])
+def test_operands_that_all_are_numbers_promote_to_the_default_float(numbers: tuple[Any, Any], dtype: torch.dtype) -> None:
+    graph = torch.fx.Graph()
+    product = graph.call_function(torch.ops.aten.mul.Tensor, numbers)
+    with FakeTensorMode():
+        product.meta["val"] = torch.ops.aten.mul.Tensor(*numbers)
+    graph.output(product)
+    number_fills(graph)
+    got = GraphModule({}, graph)()
+    assert got.dtype == dtype and got.item() == numbers[0] * numbers[1]

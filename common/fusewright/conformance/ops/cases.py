@@ -309,7 +309,7 @@ CASES: Cases = {
         for reduce in ("prod", "mean", "amax", "amin")
         for own in (True, False)
     ),
-    "index_fill": (c(X, 1, given(2, 0, dtype=I64), 1),),
+    "index_fill": (c(X, 1, given(2, 0, dtype=I64), 1), c(X, 0, given(1, -1, dtype=I64), 1)),
     "slice_scatter": (c(X, t(3, 2), 1, 1, 3), c(X, t(2, 4), 0, 0, 3, 2)),
     "select_scatter": (c(X, t(4), 0, 1),),
     "diagonal_scatter": (c(X, t(3)), c(X, t(2), -1)),

@@ -122,7 +122,7 @@ def checked_first(
     def first(args: list[Any]) -> Any:
         nonlocal final
         kept, put_back = list(args), generators(devices, args)
-        before = [(t, t.detach().clone()) for t in written(args)]
+        before = [(t, t.detach().clone()) for t in written(args) if why_not(t) != NO_MEMORY]  # freed storage has no content
         try:
             result = checked(args)
         except MetadataMismatch as found:

@@ -336,20 +336,43 @@ def _slice_backward(e: Evaluator, op: OpView, k: int, at: At) -> Val:
 
 
 def _slice_grad(op: OpView) -> str | None:
-    """Only gradients of the slice's shape, as autograd passes them; eager broadcasts smaller ones. Symbols: as traced."""
-    if why := _scattered_slice(op):
-        return why
-    shape, sizes = shape_of(op.arg("grad_output").spec), list(shape_of(op.out.spec))
-    d = int(op.arg("dim")) % len(sizes)
+    return _scattered_slice(op) or _of_slice(op, "grad_output")
+
+
+def _slice_source(op: OpView) -> str | None:
+    return _scattered_slice(op) or _of_slice(op, "src")
+
+
+def _of_slice(op: OpView, name: str) -> str | None:
+    """Only an argument of the slice's shape: tracing lets others pass. Eager broadcasts gradients, and refuses the rest. Symbols:
+    as traced."""
+    shape, sizes = shape_of(op.arg(name).spec), list(shape_of(op.out.spec))
+    d = int(op.arg("dim")) % max(len(sizes), 1)
     if len(shape) != len(sizes):
-        return OTHER_GRADIENT
+        return OTHER_SHAPE
     start, end = (None if op.arg(n) is None else traced(op.arg(n)) for n in ("start", "end"))
     length = len(range(hint(op.out.spec.shape[d]))[start : end : op.arg("step")])  # type: ignore[union-attr]
-    fits = hint(op.arg("grad_output").spec.shape[d]) == length and shape[:d] + shape[d + 1 :] == (*sizes[:d], *sizes[d + 1 :])
-    return None if fits else OTHER_GRADIENT
+    fits = hint(op.arg(name).spec.shape[d]) == length and shape[:d] + shape[d + 1 :] == (*sizes[:d], *sizes[d + 1 :])
+    return None if fits else OTHER_SHAPE
 
 
-OTHER_GRADIENT = "a gradient of another shape than the slice's"
+def _selected_source(op: OpView) -> str | None:
+    sizes, d = shape_of(op.arg("self").spec), dim_of(op)
+    return signed(op) or (None if shape_of(op.arg("src").spec) == sizes[:d] + sizes[d + 1 :] else OTHER_SHAPE)
+
+
+def _diagonal_source(op: OpView) -> str | None:
+    if why := _plain_offset(op):
+        return why
+    sizes, shape, offset = shape_of(op.arg("self").spec), shape_of(op.arg("src").spec), op.arg("offset")
+    a, b = dim_of(op, "dim1"), dim_of(op, "dim2")
+    rows, columns = (hint(op.arg("self").spec.shape[d]) for d in (a, b))
+    length = max(0, min(rows + min(offset, 0), columns - max(offset, 0)))
+    fits = shape[:-1] == tuple(n for d, n in enumerate(sizes) if d not in (a, b)) and hint(op.arg("src").spec.shape[-1]) == length
+    return None if fits else OTHER_SHAPE
+
+
+OTHER_SHAPE = "an argument of another shape than the slice's"
 
 
 def _diagonal_scatter(e: Evaluator, op: OpView, k: int, at: At) -> Val:
@@ -505,9 +528,9 @@ TABLE: Table = {
         "repeat": Map(_repeat),
         "tril": Map(_triangle(lambda column, row: column <= row)),
         "triu": Map(_triangle(lambda column, row: column >= row)),
-        "slice_scatter": Map(_slice_scatter, _scattered_slice, cost=6, symbols=("start", "end")),
-        "select_scatter": Map(_select_scatter, signed, cost=6, symbols=("index",)),
-        "diagonal_scatter": Map(_diagonal_scatter, _plain_offset, cost=6),
+        "slice_scatter": Map(_slice_scatter, _slice_source, cost=6, symbols=("start", "end")),
+        "select_scatter": Map(_select_scatter, _selected_source, cost=6, symbols=("index",)),
+        "diagonal_scatter": Map(_diagonal_scatter, _diagonal_source, cost=6),
         "select_backward": Map(_select_backward, signed, cost=6, symbols=("index",)),
         "slice_backward": Map(_slice_backward, _slice_grad, cost=6, symbols=("start", "end")),
         "pixel_shuffle": Map(_pixel_shuffle, _static_self, cost=4),

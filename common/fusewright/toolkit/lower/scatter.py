@@ -135,10 +135,10 @@ def _same_value(e: Evaluator, op: OpView, at: At) -> Places:
 # ---- along one dim, an index per slice ----
 
 
-def _slice_place(e: Evaluator, op: OpView, at: At) -> tuple[Index, ...]:
+def _slice_place(e: Evaluator, op: OpView, at: At, wrap: bool = False) -> tuple[Index, ...]:
     d, index = dim_of(op), op.arg("index")
     where = At((at.shape[d],), (at.dims[d],)).reshape(shape_of(index.spec))
-    found = e.lookup(index, where, shape_of(op.arg("self").spec)[d], messages.along(op))
+    found = e.lookup(index, where, shape_of(op.arg("self").spec)[d], messages.along(op), wrap)
     return (*at.dims[:d], found, *at.dims[d + 1 :])
 
 
@@ -152,7 +152,8 @@ def _copy_slice(e: Evaluator, op: OpView, at: At) -> Places:
 
 
 def _fill_slice(e: Evaluator, op: OpView, at: At) -> Places:
-    return _slice_place(e, op, at), (e.const(op.arg("value"), out_type(op)),)
+    """Of the ops with an index per slice, only eager's `index_fill` counts negative indices from the end."""
+    return _slice_place(e, op, at, wrap=True), (e.const(op.arg("value"), out_type(op)),)
 
 
 def _sliced_shape(op: OpView) -> Shape:

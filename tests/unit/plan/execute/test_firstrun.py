@@ -38,6 +38,19 @@ def test_an_abandoned_run_leaves_no_trace() -> None:
     assert torch.equal(got, 4 + torch.rand(2))
 
 
+def test_a_written_input_may_have_no_memory_yet() -> None:
+    x = torch.ones(2)
+    x.untyped_storage().resize_(0)  # as the placeholder of a parameter that the graph makes
+
+    def fills(args: list[Any]) -> Any:
+        with torch.no_grad():
+            args[0].set_(torch.full((2,), 3.0))
+        return ()
+
+    checked_first(fills, fills, lambda u: fills, lambda: None, lambda args: [args[0]])([x])
+    assert x.tolist() == [3, 3]
+
+
 def test_values_that_a_plan_writes_are_known_through_views() -> None:
     plan = planned(
         """
