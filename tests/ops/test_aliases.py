@@ -33,6 +33,8 @@ CALLS = {
     "floor_divide": (c(X, POSITIVE), c(t(3, 4, dtype=I64), T((4,), I64, 1, 5))),
     "floor_divide.Scalar": (c(X, 0.3), c(t(3, 4, dtype=I64), 2)),
     "true_divide.Tensor": (c(X, POSITIVE), c(t(3, 4, dtype=I64), T((4,), I64, 1, 5))),
+    **{f"{n}.Tensor": (c(t(3, 4, dtype=I64), T((4,), I64, 0, 9)),) for n in ("__lshift__", "__rshift__")},
+    **{f"{n}.Scalar": (c(t(3, 4, dtype=I64), 4), c(t(3, 4, dtype=torch.uint8), 4)) for n in ("__lshift__", "__rshift__")},
     "max.other": (c(X, Y),),
     "min.other": (c(X, Y),),
     **{f"clamp_{n}": (c(X, 0.1), c(SPECIAL, 0.5), c(t(4, dtype=I64), 1)) for n in ("min", "max")},
