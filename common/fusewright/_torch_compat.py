@@ -599,35 +599,35 @@ def current_call() -> DynamoCall | None:
     """The innermost call in which Dynamo is compiling; None if there is none, or this torch has no hooks."""
     from torch._dynamo.symbolic_convert import tls
 
-    *running, start = _frames_of_call()
+    running, start = _frames_of_call(sys._getframe())
     function = start.f_locals.get("self") if start else None
     hooks = getattr(function, "enter_exit_hooks", None)
     traced = getattr(getattr(tls, "current_tx", None), "f_code", None)
     if start is None or hooks is None or traced is None:
         return None
-    return DynamoCall(function, hooks, id(start), start.f_locals.get("fn"), traced, [f.f_code for f in running if f])
+    return DynamoCall(function, hooks, id(start), start.f_locals.get("fn"), traced, running)
 
 
 def arguments_of_call() -> list[Any]:
     """In one of `DynamoCall.hooks`: whether the module that is called trains, if it is one, and the arguments of the call."""
-    start = _frames_of_call()[-1]
+    start = _frames_of_call(sys._getframe())[1]
     given = start.f_locals if start else {"fn": None, "args": (), "kwargs": {}}  # copies all locals
     return [getattr(getattr(given["fn"], "__self__", None), "training", None), *given["args"], *given["kwargs"].values()]
 
 
-def _frames_of_call() -> list[FrameType | None]:
-    """What runs now, up to the innermost call of a compiled function; at the end None if there is none."""
-    found: list[FrameType | None] = [sys._getframe()]
-    while (f := found[-1]) and (f.f_code.co_name != "compile_wrapper" or f.f_globals.get("__name__") != f"{DYNAMO}.eval_frame"):
-        found.append(f.f_back)
-    return found
+def _frames_of_call(f: FrameType | None) -> tuple[list[CodeType], FrameType | None]:
+    """What runs in `f`, up to the innermost call of a compiled function, and its frame. A list of frames would hold itself."""
+    codes = list[CodeType]()
+    while f and (f.f_code.co_name != "compile_wrapper" or f.f_globals.get("__name__") != f"{DYNAMO}.eval_frame"):
+        codes.append(f.f_code)
+        f = f.f_back
+    return codes, f
 
 
 def skips(code: CodeType) -> list[Callable[[], None]]:
     """Two functions: one lets Python run `code` and what it calls, one lets Dynamo do so again."""
-    made, change = torch._dynamo.types, torch._dynamo.eval_frame.set_code_exec_strategy
-    ways = (made.FrameExecStrategy(action, action) for action in (made.FrameAction.SKIP, made.FrameAction.DEFAULT))
-    return [functools.partial(change, code, way) for way in ways]
+    made, change = torch._dynamo.types, functools.partial(torch._dynamo.eval_frame.set_code_exec_strategy, code)
+    return [functools.partial(change, made.FrameExecStrategy(a, a)) for a in (made.FrameAction.SKIP, made.FrameAction.DEFAULT)]
 
 
 def without_frames(function: object) -> Callable[[], object]:

@@ -32,6 +32,9 @@ Compile = Callable[[GraphModule, Phase, frozenset[Node], str], Callable[[list[An
 """(ATen graph, phase, constant placeholders, mode) -> a callable that takes and empties a list of inputs."""
 
 
+_NO_VIEWS = (torch.ops.aten.detach.default, torch.ops.aten._unsafe_view.default)
+"""Operators whose result shares memory with an argument, but is no view of it for autograd."""
+
 Rewrite = Callable[[GraphModule, Sequence[Any]], GraphModule | None]
 """(Dynamo graph of a training step, inputs) -> an ATen graph in its place, or None; see `rewrite.training`."""
 
@@ -62,8 +65,9 @@ def _captured(
                 raise
             log.warning("fusewright: eager runs a graph that writes into an input whose elements share memory")
             return gm.forward  # it raises its own error, or runs if eager allows it
+    detached = _detached(aten)
     with compat.disable_autocast():  # it would change the types of products that the compiler makes or measures
-        run = compile_graph(aten, "infer", constants, "direct")
+        run = _bases(compile_graph(aten, "infer", constants, "direct"), detached)
     return _without_autocast(lambda *args: run(list(args)))
 
 
@@ -97,9 +101,9 @@ def through_aot(
                 aten.meta[storage.UNTRACED] = untraced
             count, views = compat.forward_results() if phase != "backward" else (0, [])
             _read_from_inputs(aten.graph, views)
+            detached = _detached(aten) if phase == "infer" else []
             run = compile_graph(aten, phase, constants, mode)
-            if phase == "forward":
-                run = _bases(run, _made(aten, count))
+            run = _bases(run, _made(aten, count) if phase == "forward" else detached)
             run = storage.materializing(run, _unguarded(aten, phase, wrapped))
             run._boxed_call = True  # type: ignore[attr-defined]
             return run
@@ -142,6 +146,13 @@ def _made(aten: GraphModule, count: int) -> list[int]:
     return [k for k, n in enumerate(output.args[0][:count]) if isinstance(n, Node) and _memory(n) not in given]
 
 
+def _detached(aten: GraphModule) -> list[int]:
+    """Positions of the results that are no views in eager, by operators that plans make views or leave out."""
+    (output,) = aten.graph.find_nodes(op="output")
+    results = output.args[0] if isinstance(output.args[0], (tuple, list)) else ()
+    return [k for k, n in enumerate(results) if isinstance(n, Node) and n.target in _NO_VIEWS]
+
+
 def _memory(node: Node) -> object:
     """What a node shares with others that show the same memory."""
     val = value_of(node)
@@ -150,7 +161,10 @@ def _memory(node: Node) -> object:
 
 def _bases(run: Callable[[list[Any]], Any], places: Sequence[int]) -> Callable[[list[Any]], Any]:
     """Wrap `run` so that no result at `places` is a view, as those of plans may be: autograd forbids writes to views that a custom
-    function, such as AOTAutograd's, returned. It forbids those to pieces of inputs rightly: eager fails there too."""
+    function, such as AOTAutograd's, returned, and `detach_` of any view. It forbids those to pieces of inputs rightly: eager fails
+    there too."""
+    if not places:
+        return run
 
     def call(args: list[Any]) -> Any:
         results = list(run(args))

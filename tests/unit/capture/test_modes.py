@@ -354,3 +354,15 @@ def test_strides_are_a_guard(backend: str) -> None:
             for w, g in zip((x * 2, x.reshape(-1) + 1), compiled(x), strict=True):
                 torch.testing.assert_close(g, w)
                 assert g.stride() == w.stride()
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [lambda x: (x * 3)[0].detach(), lambda x: x[1:].detach(), lambda x: x.view(3, 2, 2) @ torch.ones(2, 2)],
+)
+def test_what_eager_detaches_is_no_view(fn: Callable[[Tensor], Tensor]) -> None:
+    """A view can not be detached in place, as states between calls are."""
+    with torch.no_grad():
+        result = torch.compile(fn, backend="x86_onednn")(x34())
+        assert result._base is None
+        result.detach_()
