@@ -12,6 +12,7 @@ import operator
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -30,18 +31,23 @@ _Compiler = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
 
 def aot_compile(
     gm: GraphModule, inputs: Sequence[Any], *, forward: _Compiler, backward: _Compiler, inference: _Compiler,
-    joint: Callable[[Graph], None],
+    joint: Callable[[Graph], None], fused: frozenset[Any],
 ) -> Callable[..., Any]:
-    """Pass a Dynamo graph to AOTAutograd with the min-cut partitioner, as `aot_eager` does. `joint` rewrites the joint graph
-    before it is cut in two, and merges equal calls: torch's own pass imports Inductor's lowerings (0.7 s) to count writes."""
+    """Pass a Dynamo graph to AOTAutograd with the min-cut partitioner, which knows `fused` as pointwise, too. `joint` rewrites the
+    joint graph before, and merges equal calls: torch's own pass imports Inductor's lowerings (0.7 s) to count writes."""
     from torch._dynamo.backends.common import aot_autograd
-    from torch._functorch import config
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._functorch import config, partitioners
 
     def cut(gm: GraphModule, *args: Any, **kwargs: Any) -> Any:
         joint(gm.graph)
-        with config.patch(cse=False):
-            return min_cut_rematerialization_partition(gm, *args, **kwargs)
+        listed, types = partitioners.get_default_op_list, partitioners.get_default_op_list()
+        types = replace(types, fusible_ops=types.fusible_ops | fused, recomputable_ops=types.recomputable_ops | fused)
+        partitioners.get_default_op_list = lambda: types
+        try:
+            with config.patch(cse=False):
+                return partitioners.min_cut_rematerialization_partition(gm, *args, **kwargs)
+        finally:
+            partitioners.get_default_op_list = listed
 
     def first(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         (_traced("bw_donated_idxs") or []).clear()  # no plan writes what backward reads: `retain_graph` may keep it
@@ -51,9 +57,6 @@ def aot_compile(
     caches = {k: False for k in ("bundled_autograd_cache", "force_autograd_cache") if hasattr(config, k)}  # of Inductor's code
     with _resizing_whole(), config.patch(caches):
         return aot_autograd(**compilers, partition_fn=cut, keep_inference_input_mutations=True)(gm, inputs)
-
-
-_RESIZING = ("upsample_nearest2d", "upsample_bilinear2d", "upsample_bicubic2d")
 
 
 @contextlib.contextmanager
@@ -70,7 +73,7 @@ def _resizing_whole() -> Iterator[None]:
         with torch._C._DisablePythonDispatcher():
             return packet.default(x, out, *flags, *(factors or (None, None)))
 
-    packets = [getattr(torch.ops.aten, name) for name in _RESIZING]
+    packets = [getattr(torch.ops.aten, f"upsample_{kind}2d") for kind in ("nearest", "bilinear", "bicubic")]
     before = [dict(p.vec.py_kernels) for p in packets]
     try:
         for p, kernels in zip(packets, before, strict=True):
@@ -571,11 +574,8 @@ def saved_result() -> Any:
     """The class that torch wants results of backends to be of where it saves them (`aot_compile`), else None."""
     from torch._functorch import config
 
-    if not config.bundled_autograd_cache:
-        return None
-    from torch._dynamo.aot_compile_types import SerializableCallable
-
-    return SerializableCallable
+    made = "torch._dynamo.aot_compile_types"
+    return importlib.import_module(made).SerializableCallable if config.bundled_autograd_cache else None
 
 
 def graph_pickler() -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -13,11 +14,13 @@ from torch._ops import OpOverload
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
+from fusewright import ops
 from fusewright.capture.tables import host_tables
 from fusewright.graph.cse import merge_common
 from fusewright.graph.fills import full_before, host_scalars, size_fills
 from fusewright.graph.retrace import called, fake_like
 from fusewright.graph.spec import value_of
+from fusewright.toolkit.lower import activation
 
 if TYPE_CHECKING:
     from fusewright.capture.aligned import Multiple
@@ -60,9 +63,24 @@ _REDUCTIONS = (
 )  # fmt: skip
 
 
+_OF_LOSSES = (
+    aten.mse_loss_backward, aten.huber_loss_backward, aten.smooth_l1_loss_backward, aten.binary_cross_entropy_backward,
+    aten.glu_backward,
+)  # fmt: skip
+
+
+@functools.cache
+def pointwise_operators() -> frozenset[Any]:
+    """Packets of activations and gradients that kernels compute element by element, beside those that torch tags so: it lists what
+    Inductor decomposes them to. What they read may be computed again in a kernel of theirs."""
+    rows = (ops.OPS[name].target for name in activation.TABLE)
+    return frozenset((*_OF_LOSSES, *(t.overloadpacket for t in rows if isinstance(t, OpOverload))))
+
+
 def before_cut(graph: Graph, multiple: Multiple | None = None) -> None:
     """Rewrite a joint graph in place. `multiple`: see `DevicePolicy`."""
     write_out_steps(graph)
+    without_aliases(graph)
     host_scalars(graph)
     size_fills(graph)
     unread_statistics(graph)
@@ -80,6 +98,15 @@ def before_cut(graph: Graph, multiple: Multiple | None = None) -> None:
     tested_for_equality(graph)
     joined_again(graph)
     copied_for_norms(graph)
+
+
+def without_aliases(graph: Graph) -> None:
+    """Read what `detach` and `alias` return of: autograd writes them between a result and its gradient, and the cut would save what
+    is detached rather than compute it again."""
+    for node in [n for t in _ALIASES for n in graph.find_nodes(op="call_function", target=t)]:
+        node.replace_all_uses_with(node.args[0], delete_user_cb=lambda user: user.op != "output")
+        if not node.users:
+            graph.erase_node(node)
 
 
 def joined_again(graph: Graph) -> None:
