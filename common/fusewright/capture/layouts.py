@@ -101,11 +101,11 @@ def preferred(gm: GraphModule, backend: Backend) -> GraphModule | None:
 
 def channels_last(gm: GraphModule) -> GraphModule | None:
     """Return a copy of the graph with its convolutions in channels-last; None unless a convolution of a training step reads the
-    output of another one, or if strides may matter. The graph itself is not changed."""
+    output of another one, or is depthwise and worth both copies, or if strides may matter. The graph itself is not changed."""
     convs = [n for n in gm.graph.nodes if n.op == "call_function" and n.target in _CONVOLUTIONS]
     images = dependents(convs)
-    behind = [n for n in convs if _given(n, 0, "input") in images]
-    if not behind or not all(map(_wanted, convs)) or not any(_example(n).requires_grad for n in behind):
+    worth = [n for n in convs if _given(n, 0, "input") in images or _is_depthwise(n)]
+    if not worth or not all(map(_wanted, convs)) or not any(_example(n).requires_grad for n in worth):
         return None
     edits: dict[Node, Edit] = {n: _in_channels_last for n in convs if _IMAGES.get(n.target) == _example(n).dim()}
     norms = [n for n in gm.graph.nodes if n in images and _name(n) in _NORMS and _example(n).dim() in CHANNELS_LAST]
@@ -232,6 +232,10 @@ def _wanted(n: Node) -> bool:
     made, groups = _example(n), _given(n, 6, "groups")
     fits = made.dtype in (torch.bfloat16, torch.float16) and all(isinstance(s, int) for s in made.shape)
     return fits and (groups in (None, 1) or _has_kernels(n, groups))
+
+
+def _is_depthwise(n: Node) -> bool:
+    return _given(n, 6, "groups") not in (None, 1) and _example(_given(n, 1, "weight")).shape[1] == 1
 
 
 def _has_kernels(n: Node, groups: int) -> bool:
