@@ -258,3 +258,25 @@ def test_what_code_of_others_keeps_is_not_overwritten() -> None:
     for x, given, result in zip(inputs, kept[::2], kept[1::2], strict=True):
         torch.testing.assert_close(given, x * 2 + 1)
         torch.testing.assert_close(result, (x * 2 + 1) * 2)
+
+
+def test_code_of_others_runs_as_often_as_in_eager() -> None:
+    calls: list[int] = []
+
+    @torch.library.custom_op("others::counted", mutates_args=())
+    def counted(x: Tensor) -> Tensor:
+        calls.append(1)
+        return x + len(calls)
+
+    counted.register_fake(torch.empty_like)
+    weight = nn.Parameter(torch.ones(4, 4), requires_grad=False)
+
+    def made(x: Tensor) -> Tensor:
+        return (counted(x) + counted(x).relu()) @ counted(weight)
+
+    def results(fn: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        calls.clear()
+        return [fn(torch.ones(4, 4)) for _ in range(3)]
+
+    compiled = torch.compile(made, backend="x86_onednn", options={"never_slower": False})
+    torch.testing.assert_close(results(compiled), results(made))
