@@ -234,3 +234,49 @@ def test_a_parameter_made_in_the_graph_keeps_its_memory() -> None:
         kept = [compiled(x)[0] for x in inputs]
         for x, weight in zip(inputs, kept, strict=True):
             torch.testing.assert_close(weight, made(x)[0])
+
+
+def test_what_code_of_others_keeps_is_not_overwritten() -> None:
+    kept: list[Tensor] = []
+
+    @torch.library.custom_op("others::noted", mutates_args=())
+    def noted(x: Tensor) -> Tensor:
+        result = x * 2
+        kept.extend((x, result))
+        return result
+
+    noted.register_fake(torch.empty_like)
+
+    def made(x: Tensor) -> Tensor:
+        half = noted(x * 2 + 1) * 3 - 1
+        return ((half.exp() + 1) @ half).sum(1)
+
+    compiled = torch.compile(made, backend="x86_onednn", options={"never_slower": False})
+    inputs = [torch.rand(16, 16) for _ in range(3)]
+    for x in inputs:
+        compiled(x)
+    for x, given, result in zip(inputs, kept[::2], kept[1::2], strict=True):
+        torch.testing.assert_close(given, x * 2 + 1)
+        torch.testing.assert_close(result, (x * 2 + 1) * 2)
+
+
+def test_code_of_others_runs_as_often_as_in_eager() -> None:
+    calls: list[int] = []
+
+    @torch.library.custom_op("others::counted", mutates_args=())
+    def counted(x: Tensor) -> Tensor:
+        calls.append(1)
+        return x + len(calls)
+
+    counted.register_fake(torch.empty_like)
+    weight = nn.Parameter(torch.ones(4, 4), requires_grad=False)
+
+    def made(x: Tensor) -> Tensor:
+        return (counted(x) + counted(x).relu()) @ counted(weight)
+
+    def results(fn: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        calls.clear()
+        return [fn(torch.ones(4, 4)) for _ in range(3)]
+
+    compiled = torch.compile(made, backend="x86_onednn", options={"never_slower": False})
+    torch.testing.assert_close(results(compiled), results(made))

@@ -13,7 +13,16 @@ from torch.fx import Graph, Node
 from fusewright import _torch_compat as compat
 from fusewright import ops
 from fusewright.graph import spec
-from fusewright.graph.effects import asserts, communicates, draws, exposed, names_sizes, operator_asserts, writes
+from fusewright.graph.effects import (
+    asserts,
+    communicates,
+    draws,
+    exposed,
+    names_sizes,
+    operator_asserts,
+    unknown,
+    writes,
+)
 from fusewright.graph.view import GraphIndex, is_op, is_projection
 from fusewright.interface import Phase, TensorSpec, is_static
 from fusewright.ops import namespaces
@@ -73,20 +82,22 @@ def is_repeatable(node: Node) -> bool:
     """Whether the node returns the same values every time."""
     row = ops.find(node.target)
     effect = writes(node) or draws(node) or asserts(node) or names_sizes(node) or communicates(node)
-    return not effect and (row is None or "empty" not in row.name)
+    return not (effect or unknown(node)) and (row is None or "empty" not in row.name)
 
 
 def repeatable(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], known: bool) -> bool:
     """Whether a call, as a backend may add it to a plan, returns the same tensors every time. `known`: the backend says so; an
-    operator of unknown origin may wait for other processes."""
+    operator of unknown origin may wait for other processes, or count its calls."""
     if operator is None or ops.is_mutating(operator) or operator_asserts(operator):
         return False
     if ops.call_draws(operator, args, kwargs):
         return False
     if any(r.type.kind() not in ("TensorType", "ListType") for r in operator._schema.returns):
         return False  # a number, which sizes may depend on
-    row = ops.find(operator)
-    return (row is None or "empty" not in row.name) and not namespaces.communicates(operator.namespace, unknown=not known)
+    row, space = ops.find(operator), operator.namespace
+    if namespaces.communicates(space, unknown=not known) or (namespaces.may_keep(space) and not known):
+        return False
+    return row is None or "empty" not in row.name
 
 
 def fits(made: Iterable[TensorSpec], given: Iterable[TensorSpec]) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 from torch.fx import Graph, Node
 
 from fusewright import _torch_compat as compat
-from fusewright.graph.effects import asserts, communicates, draws, exposed, names_sizes, writes
+from fusewright.graph.effects import asserts, communicates, draws, exposed, names_sizes, unknown, writes
 
 
 def merge_common(graph: Graph) -> int:
@@ -32,7 +32,7 @@ def merge_common(graph: Graph) -> int:
 def _pure(node: Node) -> bool:
     if not compat.is_overload(node.target):
         return getattr(node.target, "__module__", "") in ("_operator", "operator", "math")
-    return not (draws(node) or writes(node) or asserts(node) or names_sizes(node) or communicates(node))
+    return not (draws(node) or writes(node) or asserts(node) or names_sizes(node) or communicates(node) or unknown(node))
 
 
 def _key(node: Node) -> Any:

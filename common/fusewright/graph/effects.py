@@ -64,6 +64,11 @@ def communicates(node: Node) -> bool:
     return node.op == "call_function" and not known and machine.several_processes()
 
 
+def unknown(node: Node) -> bool:
+    """Whether the node calls code of others, which may have effects that nothing declares: it may count, or draw random numbers."""
+    return is_op(node) and namespaces.may_keep(node.target.namespace)  # type: ignore[union-attr]
+
+
 def has_collectives(graph: Graph) -> bool:
     """Whether any node of the graph may wait for other processes."""
     return any(communicates(n) for n in graph.nodes)

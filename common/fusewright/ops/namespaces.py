@@ -26,3 +26,8 @@ def communicates(namespace: str, unknown: bool = True) -> bool:
 def only_computes(namespace: str) -> bool:
     """Whether operators of a namespace are known to have no effect besides their results, writes and random numbers."""
     return namespace in _LOCAL or namespace.startswith("fusewright")
+
+
+def may_keep(namespace: str) -> bool:
+    """Whether operators of a namespace may keep tensors that they are given, or return some that they keep, as tables."""
+    return not only_computes(namespace) and namespace not in _COLLECTIVE

@@ -19,7 +19,7 @@ from typing import Any
 from fusewright.interface import Dim, Size, TensorSpec
 from fusewright.plan.build import Plan, shared_by, written_by
 from fusewright.plan.ir import Call, Instruction, Launch, Ref, copied, reads, reads_content
-from fusewright.plan.memory import roots_of
+from fusewright.plan.memory import held_elsewhere, roots_of
 from fusewright.plan.vocabulary import ALL_REDUCE, COPIES, LISTED, OVERWRITING_ALL_REDUCE
 from fusewright.toolkit.ir.extent import Extent, distinct
 
@@ -194,6 +194,7 @@ def _dies(x: int, at: Call, instructions: Sequence[Instruction], plan: Plan) -> 
     later += [r.id for r in plan.outputs if isinstance(r, Ref)]
     others = (roots.get(r, {r}) for r in later)
     kept = {*plan.inputs, *plan.attributes, *plan.prepare_outputs}
+    kept |= {root for r in held_elsewhere(instructions) for root in roots.get(r, {r})}
     return not memory & kept and not any(memory & other and not other & set(at.outs) for other in others)
 
 

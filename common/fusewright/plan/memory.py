@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from fusewright.interface import TensorSpec, hint
+from fusewright.ops import namespaces
 from fusewright.plan.arena import Buffer, layout
-from fusewright.plan.build import Plan, may_alias, shared_by
-from fusewright.plan.ir import BINDS, Bound, Call, Instruction, Launch, Ref, reads
+from fusewright.plan.build import Plan, may_alias, operator_of, shared_by
+from fusewright.plan.ir import BINDS, Bound, Call, CallPython, Instruction, Launch, Ref, reads
 
 
 @dataclass
@@ -33,7 +34,7 @@ def place(plan: Plan) -> Placement:
     roots = roots_of(instructions)
     last = _last_use(instructions, roots)
     outputs = {r.id for r in plan.outputs if isinstance(r, Ref)}
-    escaping = {root for r in outputs | _adopted(instructions) for root in roots.get(r, {r})}
+    escaping = {root for r in outputs | held_elsewhere(instructions) for root in roots.get(r, {r})}
     last.update(dict.fromkeys(escaping, len(instructions)))  # the caller reads them at the end
     kept: dict[int, int] = {}  # value -> the value whose buffer it lives in
     fresh = {o for i in instructions if not may_alias(i) for o in i.outs}
@@ -51,10 +52,17 @@ def place(plan: Plan) -> Placement:
     return placement
 
 
-def _adopted(instructions: Sequence[Instruction]) -> set[int]:
-    """Values whose memory an input adopts, as a parameter that the graph makes: it outlives the call."""
-    adopting = (i for i in instructions if isinstance(i, Call) and i.target.partition(".")[0] == "aten::set_")
-    return {r for i in adopting for r in reads(i)}
+def held_elsewhere(instructions: Sequence[Instruction]) -> set[int]:
+    """Values whose memory may be read after the call: an input adopts it (a parameter that the graph makes), or code of others may
+    keep it. That may also return what it keeps."""
+    return {v for i in instructions if _may_keep(i) for v in (*reads(i), *i.outs)}
+
+
+def _may_keep(i: Instruction) -> bool:
+    if not isinstance(i, Call):
+        return isinstance(i, CallPython)
+    operator = operator_of(i.target)
+    return i.target.startswith("aten::set_.") or (operator is not None and namespaces.may_keep(operator.namespace))
 
 
 def _bound(plan: Plan) -> dict[int, Bound]:

@@ -19,7 +19,7 @@ from fusewright.forms.spec import FormError, Pass, Rule, Spec
 from fusewright.interface import Fragment, OpView, Region, TensorSpec
 from fusewright.plan.build import Plan, generators, may_alias, operator_of, written_by
 from fusewright.plan.ir import Call, CallPython, Instruction, Launch, Ref, reads, reads_content, refs
-from fusewright.plan.memory import Placement, place, roots_of, storage_bytes
+from fusewright.plan.memory import Placement, held_elsewhere, place, roots_of, storage_bytes
 from fusewright.sizes.expr import Atom, SizeExpr, SizeOf, leaves
 from fusewright.toolkit.ir.types import TYPES
 
@@ -400,7 +400,7 @@ class PlacementFacts:
 
     def __init__(self, placed: tuple[Plan, Placement]) -> None:
         self.plan, self.placement = plan, placement = placed
-        self.wanted = [r for o in plan.outputs for r in refs(o)]
+        self.wanted = [*(r for o in plan.outputs for r in refs(o)), *held_elsewhere(plan.instructions)]
         self.facts = Facts(plan.instructions, frozenset(plan.inputs), frozenset(), self.wanted, plan.specs)
         self.born = {o: k for k, i in enumerate(plan.instructions) for o in i.outs}
         self.end = _ends(self.facts, placement)
@@ -425,7 +425,7 @@ def _arena(p: PlacementFacts) -> Iterator[str]:
         if low < 0 or high > p.placement.arena_bytes:
             yield f"%{v} lies outside of the arena"
         if v in results:
-            yield f"%{v} is a result, but lies in the arena"
+            yield f"%{v} outlives the call, but lies in the arena"
 
 
 PLACEMENT: Spec[tuple[Plan, Placement]] = Spec(
@@ -433,7 +433,7 @@ PLACEMENT: Spec[tuple[Plan, Placement]] = Spec(
     PlanError,
     (
         Rule("takeover", "no tensor is taken over that is still read", _taken_over),
-        Rule("arena", "temporaries lie in the arena, and results elsewhere", _arena),
+        Rule("arena", "temporaries lie in the arena, and what outlives the call elsewhere", _arena),
         Rule("slots", "values that live at the same time share no byte", lambda p: _overlaps(p.slots, p.born, p.end)),
     ),
     PlacementFacts,

@@ -371,7 +371,7 @@ def test_two_values_that_live_at_once_do_not_share_a_slot(cross: Plan) -> None:
 def test_a_result_does_not_lie_in_the_arena(cross: Plan) -> None:
     (v, _) = place(cross).offset
     (problem,) = placement_problems(replace(cross, outputs=(*cross.outputs, Ref(v))), place(cross))
-    assert problem == f"%{v} is a result, but lies in the arena"
+    assert problem == f"%{v} outlives the call, but lies in the arena"
 
 
 def test_a_value_that_is_read_later_is_not_taken_over() -> None:
