@@ -66,6 +66,16 @@ def by_a_matrix(x: Tensor) -> Tensor:
     return (kept[kept[:, 0] > 0] @ torch.ones(2, 3)).relu().softmax(-1)
 
 
+def between_matrices(x: Tensor) -> Tensor:
+    kept = x.view(4, 1, 2)[x[::2] > 0]
+    return kept @ kept.transpose(1, 2)
+
+
+def attended(x: Tensor) -> Tensor:
+    kept = x.view(4, 1, 2, 1)[x[::2] > 0]
+    return F.scaled_dot_product_attention(kept, kept, kept)
+
+
 FUNCTIONS: dict[str, Callable[[Tensor], Any]] = {
     "a mask": lambda x: x[x > 0],
     "a mask, then pointwise and a sum": lambda x: (x[x > 0].exp() * 2 + 1, x[x > 0].sin().sum()),
@@ -78,6 +88,8 @@ FUNCTIONS: dict[str, Callable[[Tensor], Any]] = {
     "unique": lambda x: torch.unique(x > 0).float() * 2 + 1,
     "repeat_interleave": repeated,
     "rows by a mask, then a product": by_a_matrix,
+    "matrices by a mask, then their products": between_matrices,
+    "sequences by a mask, then attention": attended,
     "writes at a mask": written,
     "two masks": two,
     "a number as a size": some,

@@ -115,6 +115,26 @@ def test_results_may_be_written_in_place() -> None:
         torch.testing.assert_close(torch.autograd.grad(fast(x, mask).square().sum(), given), wanted)
 
 
+@pytest.mark.parametrize("written", ["result", "argument", "weight"])
+def test_what_a_gradient_reads_may_not_be_written(written: str) -> None:
+    """Eager's error is better than gradients of other values. A result that no gradient reads may be written."""
+    weight = torch.randn(8, 8, requires_grad=True)
+
+    def block(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = (x @ weight).exp()
+        return y, y[:, 1:] * x[:, :7]
+
+    fn = torch.compile(block, backend=BACKEND)
+    for _ in range(3):
+        x = torch.randn(8, 8, requires_grad=True).sin()
+        y, z = fn(x)
+        with torch.no_grad():
+            z.mul_(2)
+            {"result": y, "argument": x, "weight": weight}[written].add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            (y.sum() + z.sum()).backward()
+
+
 @pytest.mark.parametrize("pieces", [lambda x: x.chunk(2), lambda x: x.split(3), lambda x: x.unbind()])
 def test_pieces_of_inputs_are_no_results_to_write(pieces: Callable[[torch.Tensor], Sequence[torch.Tensor]]) -> None:
     """Eager fails, as the input's gradients would be wrong; the write was not noticed."""

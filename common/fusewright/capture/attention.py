@@ -81,7 +81,7 @@ def _shared(examples: Sequence[torch.Tensor]) -> Shape | None:
     """The dimensions in front of [length, width], heads included, if query, key, value and result share them; None unless the call
     can be rewritten."""
     made = examples[-1]
-    alike = all(x.dim() == made.dim() and 0 not in x.shape for x in examples)
+    alike = all(x.dim() == made.dim() and all(compat.statically_true(n != 0) for n in x.shape) for x in examples)
     if not alike or made.dim() < 2 or made.dim() == 4 or made.requires_grad or not _row_major(made):
         return None
     shape: Shape = made.shape[:-2]

@@ -191,7 +191,8 @@ def _viewed(size: str) -> Rule:
 
     def rule(a: Args) -> tuple[torch.Tensor | None, ...]:
         x, shape = a["self"], a[size]
-        if 1 not in shape or not all(isinstance(n, int) and n > 0 for n in (*x.shape, *x.stride())):
+        known = all(isinstance(n, int) for n in (*shape, *x.shape, *x.stride()))  # a size may depend on data
+        if not known or 1 not in shape or min((*x.shape, *x.stride()), default=1) <= 0:
             return ()
         if list(x.stride()) == strides_of_view([x.numel()], [1], x.shape):
             return ()  # row-major, also in dims of size one: so is the view in a trace
