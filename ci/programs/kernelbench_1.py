@@ -6,7 +6,7 @@ https://github.com/ScalingIntelligence/KernelBench, at the sizes its problems ha
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -60,8 +60,8 @@ def plain(*args: Any, **how: Any) -> Program:
     return conv(*args, bias=False, **how)
 
 
-def transposed(*args: Any, **how: Any) -> Program:
-    return conv(*args, transposed=True, bias=False, **how)
+def transposed(batch: int, inputs: int, outputs: int, points: Sequence[int], kernel: Any, **how: Any) -> Program:
+    return conv(batch, inputs, outputs, points, kernel, transposed=True, bias=False, **how)
 
 
 def _separable(size: Size) -> Made:
