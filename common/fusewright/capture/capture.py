@@ -14,7 +14,7 @@ from torch.fx import Graph, GraphModule, Node
 from fusewright import _torch_compat as compat
 from fusewright import storage
 from fusewright.capture import direct
-from fusewright.capture.joint import before_cut, pointwise_operators, write_out_steps
+from fusewright.capture.joint import POINTWISE, before_cut, write_out_steps
 from fusewright.graph.effects import may_share, writes, written
 from fusewright.graph.spec import value_of
 from fusewright.graph.view import is_op
@@ -117,7 +117,7 @@ def through_aot(
         backward=compiler("backward"),
         inference=compiler("infer"),
         joint=partial(before_cut, multiple=multiple),
-        fused=pointwise_operators(),
+        fused=POINTWISE,
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -14,13 +13,11 @@ from torch._ops import OpOverload
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fusewright import ops
 from fusewright.capture.tables import host_tables
 from fusewright.graph.cse import merge_common
 from fusewright.graph.fills import full_before, host_scalars, size_fills
 from fusewright.graph.retrace import called, fake_like
 from fusewright.graph.spec import value_of
-from fusewright.toolkit.lower import activation
 
 if TYPE_CHECKING:
     from fusewright.capture.aligned import Multiple
@@ -63,18 +60,16 @@ _REDUCTIONS = (
 )  # fmt: skip
 
 
-_OF_LOSSES = (
-    aten.mse_loss_backward, aten.huber_loss_backward, aten.smooth_l1_loss_backward, aten.binary_cross_entropy_backward,
-    aten.glu_backward,
-)  # fmt: skip
-
-
-@functools.cache
-def pointwise_operators() -> frozenset[Any]:
-    """Packets of activations and gradients that kernels compute element by element, beside those that torch tags so: it lists what
-    Inductor decomposes them to. What they read may be computed again in a kernel of theirs."""
-    rows = (ops.OPS[name].target for name in activation.TABLE)
-    return frozenset((*_OF_LOSSES, *(t.overloadpacket for t in rows if isinstance(t, OpOverload))))
+POINTWISE: frozenset[Any] = frozenset(
+    getattr(aten, name)
+    for name in """
+    elu elu_backward hardsigmoid hardsigmoid_backward hardswish hardswish_backward hardtanh_backward leaky_relu leaky_relu_backward
+    log_sigmoid_forward log_sigmoid_backward mish mish_backward _prelu_kernel _prelu_kernel_backward softplus softplus_backward
+    mse_loss_backward huber_loss_backward smooth_l1_loss_backward binary_cross_entropy_backward glu_backward
+    """.split()
+)
+"""Activations and gradients that kernels compute element by element, beside those that torch tags so: it lists what Inductor
+decomposes them to. What they read may be computed again in a kernel of theirs."""
 
 
 def before_cut(graph: Graph, multiple: Multiple | None = None) -> None:
