@@ -166,10 +166,9 @@ def _rows(jobs: Sequence[Job], given: argparse.Namespace) -> Iterator[Found]:
             groups = [pool.submit(_group, jobs[k : k + given.group], given, processes, Path(folder), end) for k in of]
             for done in as_completed(groups):
                 yield from done.result()
-        except BaseException:
+        finally:  # nothing runs any more, unless this ends early
             pool.shutdown(wait=False, cancel_futures=True)
             processes.end()
-            raise
 
 
 def _group(jobs: Sequence[Job], given: argparse.Namespace, processes: Processes, folder: Path, end: float) -> list[Found]:
