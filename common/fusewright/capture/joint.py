@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tag
-from torch._ops import OpOverload
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
+from fusewright import _torch_compat as compat
 from fusewright.capture.tables import host_tables
 from fusewright.graph.cse import merge_common
 from fusewright.graph.fills import full_before, host_scalars, size_fills
@@ -123,7 +123,8 @@ def _readers(x: Node) -> Iterator[Node]:
 
 def _in_kernels(reader: Node) -> bool:
     """Whether a kernel can compute an op from what it joins as it reads."""
-    return reader.target in _REDUCTIONS or (isinstance(reader.target, OpOverload) and Tag.pointwise in reader.target.tags)
+    target: Any = reader.target
+    return target in _REDUCTIONS or (compat.is_overload(target) and Tag.pointwise in target.tags)
 
 
 def copied_for_norms(graph: Graph) -> None:
