@@ -122,6 +122,7 @@ def test_every_activation_between_convolutions_stays_channels_last(name: str) ->
     assert layout_of(g.temporaries[second.args[0].id]) == "channels_last"
 
 
+@needs_bf16
 def test_an_addition_goes_to_one_of_two_convolutions() -> None:
     g = Net(BF16)
     x = g.image()

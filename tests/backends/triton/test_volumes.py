@@ -17,6 +17,7 @@ from fusewright.interface import TensorSpec
 from fusewright.plan.build import Plan
 from fusewright.plan.ir import Call, Launch, Ref
 from fusewright.toolkit.rules.space import layout_of
+from tests.hosts import needs_bf16
 from tests.zoo.written.images import Segmenter, _VideoBlock
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -74,6 +75,7 @@ def seen(x: Tensor) -> list[int]:
     return [s for s, n in zip(x.stride(), x.shape, strict=True) if n > 1]
 
 
+@needs_bf16
 @pytest.mark.parametrize("train", [True, False], ids=["training", "inference"])
 @pytest.mark.parametrize("net", NETS)
 def test_no_layout_is_copied_around_convolutions(net: str, train: bool) -> None:
@@ -101,6 +103,7 @@ def test_no_layout_is_copied_around_convolutions(net: str, train: bool) -> None:
     assert not [i for i in copies if not i.prepare]
 
 
+@needs_bf16
 @pytest.mark.parametrize("norm", [nn.InstanceNorm3d(8), nn.InstanceNorm3d(8, affine=True)], ids=["plain", "affine"])
 def test_an_instance_norm_of_a_training_step_is_one_kernel_that_reads_images_as_they_lie(norm: nn.Module) -> None:
     module = nn.Sequential(nn.Conv3d(4, 8, 3), norm, nn.LeakyReLU(0.01), nn.Conv3d(8, 4, 1))

@@ -85,11 +85,11 @@ def _preferring(*names: str) -> Callable[[str, Sequence[str]], str]:
     return lambda key, given: next(n for n in (*names, "planes" if "float32 layout" in key else "last") if n in given)
 
 
-def check(g: Sketch, outputs: Sequence[Value], *prefer: str) -> Fragment:
-    """Lower for a simulated device, run, and compare with eager."""
+def check(g: Sketch, outputs: Sequence[Value], *prefer: str, exact: bool = False) -> Fragment:
+    """Lower for a simulated device, run, and compare with eager, or with what eager would return if it were exact."""
     fragment = lowered(g, outputs, *prefer, device=SIMULATED)
-    for ours, eager in zip(g.run(fragment, outputs), g.expected(outputs), strict=True):
-        close(ours, eager)
+    for ours, expected in zip(g.run(fragment, outputs), g.exact(outputs) if exact else g.expected(outputs), strict=True):
+        close(ours, expected)
     return fragment
 
 

@@ -20,6 +20,7 @@ from fusewright_triton.select import conv_layouts as select
 from fusewright_triton.select import norms
 from tests.backends.triton.select.test_calls import REAL, Net, check, lowered, text
 from tests.fragments import Context, by_preference, targets
+from tests.hosts import FLOATS
 
 GEOMETRY = ((1, 1), (1, 1), (1, 1), False, (0, 0), 1)
 
@@ -70,7 +71,7 @@ class Volumes(torch.nn.Module):
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("batch", [1, 2])
 def test_a_block_of_volumes(batch: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(norms, "LEAST", 1)
@@ -175,7 +176,7 @@ def test_a_lone_convolution_stays_in_planes_if_that_is_faster(name: str) -> None
     assert torch.equal(ours, eager) and ours.stride() == eager.stride()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("transposed", [True, False])
 def test_the_copy_behind_adds_the_bias(transposed: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch adds it in a pass of its own, which is part of its call in planes."""

@@ -15,6 +15,7 @@ from fusewright.plan.ir import Launch
 from fusewright_triton.emit import schedule
 from fusewright_triton.select import norms
 from tests.backends.triton.select.test_calls import BF16, F32, H100, Net, check, lowered
+from tests.hosts import needs_bf16
 
 
 @pytest.fixture(autouse=True)
@@ -75,6 +76,7 @@ def test_volumes_and_sequences_are_read_by_channels(sizes: tuple[int, ...]) -> N
     assert by_channels(check(g, drawn(g, 4, 8, True, sizes)))
 
 
+@needs_bf16
 @pytest.mark.parametrize("transposed", [True, False])
 def test_a_norm_of_what_a_library_makes_channels_last(transposed: bool) -> None:
     """As in a network of volumes: nobody copies the images, neither in front of the norm nor behind it."""

@@ -16,6 +16,7 @@ from fusewright.plan.ir import Call, Launch
 from fusewright_triton.select import more_channels
 from tests.backends.triton.select.test_calls import BF16, Net, check, lowered, text
 from tests.fragments import targets
+from tests.hosts import needs_bf16
 
 CUBE, SQUARE = (2, 8, 4, 5, 6), (2, 8, 5, 6)
 LAYOUTS = pytest.mark.parametrize("shape", [CUBE, SQUARE], ids=["3-d", "2-d"])
@@ -25,6 +26,7 @@ def copies(fragment: Fragment) -> int:
     return sum(t.startswith("kernel clone") for t in targets(fragment))
 
 
+@needs_bf16
 @pytest.mark.parametrize(("shape", "transposed"), [(CUBE, False), (CUBE, True), (SQUARE, True)])
 @pytest.mark.parametrize("bias", [True, False])
 def test_images_stay_channels_last_between_convolutions(shape: tuple[int, ...], transposed: bool, bias: bool) -> None:
@@ -53,6 +55,7 @@ def test_groups_of_volumes_keep_all_of_a_region_in_planes() -> None:
     assert not copies(fragment) and not any("channels-last" in n for n in fragment.notes.values())
 
 
+@needs_bf16
 @pytest.mark.parametrize("shape", [(2, 1, 4, 5, 6), (1, 1, 5, 6)], ids=["3-d", "2-d"])
 @pytest.mark.parametrize("norm", [True, False])
 def test_single_pixels_of_one_channel_stay_channels_last(shape: tuple[int, ...], norm: bool) -> None:
@@ -87,6 +90,7 @@ def test_single_pixels_of_volumes_with_an_activation_are_products(thresholds: Ca
     assert [t for t in targets(fragment) if "linear" in t] and "aten::convolution" not in targets(fragment)
 
 
+@needs_bf16
 @pytest.mark.parametrize("shape", [CUBE, SQUARE], ids=["3-d", "2-d"])
 def test_what_reads_an_instance_norm_reads_it_as_the_images_lie(shape: tuple[int, ...]) -> None:
     """Two readers: one copy would be made for a convolution alone."""
@@ -113,6 +117,7 @@ def shapes(g: Net, fragment: Fragment, target: str) -> list[tuple[Any, ...]]:
     return [tuple(g.temporaries[o].shape) for outs in made for o in outs if g.temporaries.get(o) is not None]
 
 
+@needs_bf16
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(("channels", "outs"), [(3, 8), (1, 8), (12, 18)])
 @pytest.mark.usefixtures("large")
@@ -130,6 +135,7 @@ def volume(g: Net, *shape: int) -> Value:
     return g.input(x)
 
 
+@needs_bf16
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.usefixtures("large")
