@@ -446,7 +446,31 @@ def test_long_reductions_of_one_tensor_share_their_kernels() -> None:
     check(g, [g.op("amax", x, [1]), g.op("sum", x, [1])], 2)
 
 
-def test_a_stored_tensor_and_its_long_sum_are_separate_kernels() -> None:
+def test_a_stored_tensor_and_its_long_sum_share_a_kernel() -> None:
+    """What a loss saves for its gradient is stored by the kernel that adds the loss up."""
+    g = Sketch()
+    x, target = g.input(torch.randn(1 << 16)), g.input(torch.randn(1 << 16))
+    margin = g.op("rsub", g.op("mul", x, target), 1)
+    loss = g.op("mean", g.op("clamp", margin, 0), [0])
+    first, _ = check(g, [loss, g.op("ge_scalar", margin, 0)], 2)
+    assert len(first.outs) == 2, "the flags and the sums of parts, not the margins"
+
+
+def test_a_long_norm_stores_what_it_adds_up() -> None:
+    g = Sketch()
+    x = g.input(torch.randn(2, 1 << 16))
+    y = g.op("exp", g.op("mul", x, 0.1))
+    check(g, [y, g.op("sum", g.op("mul", y, y), [1])], 2)
+
+
+def test_what_needs_a_long_sum_is_a_kernel_of_its_own() -> None:
+    g = Sketch()
+    x = g.input(torch.rand(1 << 16))
+    y = g.op("exp", x)
+    check(g, [y, g.op("div", y, g.op("sum", y, [0]))], 3)
+
+
+def test_a_stored_tensor_and_the_position_of_its_maximum_are_separate_kernels() -> None:
     g = Sketch()
     x = g.input(torch.randn(1 << 16))
     y = g.op("exp", x)

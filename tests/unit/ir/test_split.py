@@ -65,6 +65,30 @@ def test_parts_of_a_symbolic_row(how: str, across: bool, by_llvm: bool) -> None:
         torch.testing.assert_close(got, want, atol=1e-4 * max(r, 1) ** 0.5, rtol=1e-6)
 
 
+def scaled(symbolic: bool) -> Kernel:
+    """Twice every element, stored, and the sum of each row of them."""
+    p, r = (symbol("p"), symbol("r")) if symbolic else (3, 40001)
+    b = Builder("scaled", p=[p], r=[r], symbols={"p": 3, "r": 70000} if symbolic else {})
+    x, z, y = b.input("x", "f32"), b.output("z", "f32"), b.output("y", "f32")
+    i, j = b.axes
+    v = b.load(x, i * r + j) * 2
+    b.store(z, i * r + j, v)
+    b.store(y, i, b.reduce("sum", v))
+    return b.build()
+
+
+@pytest.mark.parametrize("by_llvm", [False, True], ids=["interpreter", "llvm"])
+@pytest.mark.parametrize("symbolic", [False, True])
+def test_elements_are_stored_by_the_kernel_of_the_parts(symbolic: bool, by_llvm: bool) -> None:
+    split = split_rows(scaled(symbolic))
+    assert split is not None
+    for p, r in ((3, 70000), (1, 32768), (2, 1), (17, 2081), (4, 0)) if symbolic else ((3, 40001),):
+        x, z, y = torch.randn(p, r), torch.full((p, r), torch.nan), torch.empty(p)
+        in_parts(split, [x, z, y], [p, r] if symbolic else [], by_llvm)
+        assert torch.equal(z, 2 * x)
+        torch.testing.assert_close(y, z.sum(1), atol=1e-4 * max(r, 1) ** 0.5, rtol=1e-6)
+
+
 def test_rows_that_were_short_when_seen_stay_whole() -> None:
     b = Builder("short", p=[symbol("p")], r=[symbol("r")], symbols={"p": 3, "r": 700})
     x, y = b.input("x", "f32"), b.output("y", "f32")

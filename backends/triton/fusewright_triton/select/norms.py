@@ -3,7 +3,8 @@ gradients, by sums over the pixels of each channel.
 
 A row of such a group norm is the few channels of a group at every pixel: read by itself, it takes a piece of each sector of memory,
 and rows that no program can hold are read several times. Sums over pixels read whole channels, and the groups' numbers are few
-(measured: docs/studies/gpu-models.md).
+(measured: docs/studies/gpu-models.md). In planes that holds of gradients: sums over groups, and those of weight and bias, read
+images and gradients twice, the sums of channels give both.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ from fusewright_triton.select.calls import Calls
 LEAST = 1 << 20
 """Elements of the smallest image for which three kernels pay."""
 
+LEAST_IN_PLANES = 1 << 23
+"""The same of gradients in planes, which read twice as much of what they read by groups: not measured, some 15 us at 4 TB/s."""
+
 FEW = 16
 """Pixels below which the numbers of channels, in fp32, would be a large part of what the images are; not measured."""
 
@@ -36,13 +40,21 @@ def _has_groups(op: OpView) -> bool:
 
 
 def _or_as_it_is(op: OpView, c: Calls) -> _Groups | None:
-    """Return the groups of a norm of channels-last images; leave any other to the fuser."""
+    """Return the groups of a norm of channels-last images, or of a gradient that is by channels in planes too; leave any other to
+    the fuser."""
     c.b.without(op)
     found = _Groups(op, c.b)
-    if _channels_last(c.b.spec(found.images("input"))):
+    if _channels_last(c.b.spec(found.images("input"))) or (op.op == "group_norm_backward" and _reads_twice(op, c)):
         return found
     c.b.leave(op)
     return None
+
+
+def _reads_twice(op: OpView, c: Calls) -> bool:
+    """Whether the gradients of a norm of images in planes would read them for groups that no program holds, and for weights."""
+    x, row = spec_of(op.arg("input")), op.arg("C") // op.arg("group") * op.arg("HxW")
+    image, *weights = (v.spec is not None for v in op.outs)
+    return image and any(weights) and row > c.target.schedule.persistent and x.numel_hint() >= LEAST_IN_PLANES
 
 
 def _channels_last(x: TensorSpec) -> bool:
@@ -100,7 +112,7 @@ class _Groups:
     def give(self, x: Value, out: Value) -> None:
         """Let `x` be a result of the norm."""
         spec: TensorSpec = spec_of(out)
-        if spec.rank == spec_of(self.op.arg("input")).rank:
+        if spec.rank == spec_of(self.op.arg("input")).rank and _channels_last(self.b.spec(self.images("input"))):
             out = self.b.with_layout(out, channels_last_strides(spec.shape))  # type: ignore[arg-type]
         if spec_of(x).shape != spec.shape:
             x = self.b.append_op("view", x, spec.shape)

@@ -257,7 +257,7 @@ def _over(step: Step, ids: Sequence[int], built: Built) -> Built:
     kernel = step.kernel
     used = {n.buffer for n in kernel.nodes() if n.buffer is not None}
     inputs = [k for k, b in enumerate(kernel.buffers) if b.access == "in" and k in used]
-    outs = [k for k, b in enumerate(kernel.buffers) if b.access != "in"]
+    outs = [k for k, b in enumerate(kernel.buffers) if b.access != "in" and k in used]
     kernel = with_buffers(kernel, [*inputs, *outs])
     found = tuple(ids[k] for k in inputs), tuple(ids[k] for k in outs)
     return Built(kernel, structural_hash(kernel), *found, sharing(kernel), tuple(_named(s, built) for s in step.sizes))

@@ -32,6 +32,13 @@ short.
 PASS_COST = 40
 """Vector instructions that take as long as storing an element and reading it again: about six bytes on a GPU."""
 
+ONE_PASS = frozenset(
+    """
+    sum mean prod prod_all amax amin any all vector_norm mse_loss smooth_l1_loss huber_loss soft_margin_loss bce bce_with_logits
+    """.split()
+)
+"""Reductions that pass over a row once. Where kernels reduce parts of it, these may store what they are computed with."""
+
 TINY = 64
 """Maps of at most this many elements share kernels even without common values: a launch costs more than they do."""
 
@@ -256,11 +263,13 @@ class Grouper:
         wanted = unit.domain()
         n = product(wanted.shape)
         if in_parts(group.units, group.domain, self.splits):
-            # in a kernel split by parts of its rows, unsplit rows would run on one worker
+            # in a kernel split by parts of its rows, what needs their results would run on one worker
             alike = in_parts([unit], wanted, self.splits) and segments(wanted) == group.segments
-            return group.domain if alike or n == group.row_numel else None
-        if in_parts([unit], wanted, self.splits) and not self._private([unit], group):
-            return None
+            beside = n == group.numel and one_pass(group.units) and self._is_beside_rows(unit, group)
+            return group.domain if alike or n == group.row_numel or beside else None
+        if in_parts([unit], wanted, self.splits) and not group.has_rows:
+            free = one_pass([unit]) or self._private([unit], group)
+            return wanted if free and n == group.numel else None
         if isinstance(unit.rule, Row):
             if group.has_rows:
                 return group.domain if segments(wanted) == group.segments else None
@@ -270,6 +279,11 @@ class Grouper:
         if n == group.numel:
             return None if self._streams(group) else group.domain
         return group.domain if n == group.row_numel else None
+
+    def _is_beside_rows(self, unit: Unit, group: Group) -> bool:
+        """Whether a map needs no result of the group's rows, so that it is computed with their elements."""
+        read = (s.id for v in unit.op.inputs() for s in self.flow.sources(v))
+        return isinstance(unit.rule, Map) and all(group.levels.get(i) != "row" for i in read)
 
     def _streams(self, group: Group) -> bool:
         """Whether the group reduces columns too long to be held, of which nothing is left for a second pass."""
@@ -406,6 +420,11 @@ def in_parts(units: Iterable[Unit], domain: Domain, splits: Splits) -> bool:
     if size_hint(row, hints) < splits.long_row or size_hint(points, hints) > splits.few_points:
         return False
     return all(level == "row" for rule in rules for level in rule.levels)
+
+
+def one_pass(units: Iterable[Unit]) -> bool:
+    """Whether the rows of units are passed over once (see `ONE_PASS`)."""
+    return all(u.op.op in ONE_PASS for u in units if isinstance(u.rule, Row))
 
 
 def in_passes(unit: Unit, domain: Domain, splits: Splits) -> bool:

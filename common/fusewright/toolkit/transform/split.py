@@ -1,5 +1,5 @@
-"""Splits long reductions over few points into two kernels: the first reduces parts of the row, the second combines
-the parts.
+"""Splits long reductions over few points into two kernels: the first reduces parts of the row, and stores its elements where they
+are stored, the second combines the parts.
 
 The number of parts depends only on sizes (for symbolic sizes, those seen when tracing), so results do not depend on the
 number of workers.
@@ -41,8 +41,8 @@ class Split:
 
 @kernel_pass("split_rows", made=lambda s: () if s is None else (s.first.kernel, s.second.kernel))
 def split_rows(kernel: Kernel, splits: Splits = SPLITS) -> Split | None:
-    """Split a kernel with few points, a long row and one row stage of only mergeable reductions in two steps. Return None for
-    any other kernel."""
+    """Split a kernel with few points, a long row and one row stage of only mergeable reductions, and of elements that they are
+    computed with, in two steps. Return None for any other kernel."""
     kernel = without_moments(kernel)
     n_p = len(kernel.p)
     seen = [evaluate(s, kernel.hints) for s in kernel.sizes]
@@ -55,7 +55,10 @@ def split_rows(kernel: Kernel, splits: Splits = SPLITS) -> Split | None:
     chunk = chunk_of(kernel, parts)
     stage = kernel.stages[rows[0]]
     reductions = [n for n in stage.nodes if n.op == "reduce"]
-    plain = not any(n.op in ("store", "scan", "bound") or n.keep for n in stage.nodes)
+    plain = not any(n.op in ("scan", "bound") or n.keep for n in stage.nodes)
+    stored = _stored(stage)
+    if stored and not (few and all(kernel.buffers[b].access == "out" for b in stored)):
+        return None
     if not reductions or not plain or any(n.how not in SPLITTABLE for n in reductions):
         return None
     first, used = _first(kernel, rows[0], reductions, parts, chunk)
@@ -65,6 +68,11 @@ def split_rows(kernel: Kernel, splits: Splits = SPLITS) -> Split | None:
     partials = [(types[r.args[0]], points * parts) for r in reductions]
     partials += [("i64", points * parts) for r in reductions if _is_position(r)]
     return Split(first, used, second, tuple(partials))
+
+
+def _stored(stage: Stage) -> frozenset[int]:
+    """The buffers that a stage stores."""
+    return frozenset(n.buffer for n in stage.nodes if n.op == "store" and n.buffer is not None)
 
 
 def chunk_of(kernel: Kernel, parts: int) -> Extent:
@@ -95,7 +103,7 @@ def _first(
     axes = [axis_index(a + 1, sizes) for a in range(len(old))]
     axes[n_p] = axis_index(0, sizes) * chunk + axis_index(n_p + 1, sizes)
     stages = [s for s in kernel.stages[:at] if s.over == "P"]
-    needed = [n for s in (*stages, kernel.stages[at]) for n in s.nodes if n.op != "store"]
+    needed = [n for s in stages for n in s.nodes if n.op != "store"] + [*kernel.stages[at].nodes]
     used = tuple(sorted({n.buffer for n in needed if n.buffer is not None}))
     before = [replace(s, nodes=tuple(_moved(n, axes, sizes, used) for n in s.nodes if n.op != "store")) for s in stages]
     row = [_moved(n, axes, sizes, used) for n in kernel.stages[at].nodes]
@@ -115,7 +123,8 @@ def _first(
         results = [value if x is r else x for x in results] + [position]
     place = axis_index(0, sizes) * product(kernel.p) + linear(n_p, sizes, old[:n_p], 1)
     after += [Node(next(fresh), "store", r.dtype, (r.id,), place, len(used) + k) for k, r in enumerate(results)]
-    buffers = [replace(kernel.buffers[b], access="in") for b in used]
+    stored = _stored(kernel.stages[at])
+    buffers = [replace(kernel.buffers[b], access="out" if b in stored else "in") for b in used]
     buffers += [Buffer(f"part{k}", r.dtype, "out") for k, r in enumerate(results)]
     first = replace(
         kernel,

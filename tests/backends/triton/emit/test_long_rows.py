@@ -284,3 +284,19 @@ def test_a_long_row_is_read_again_from_its_end(cols: Extent, dtype: DType) -> No
     assert torch.equal(out[2], torch.full((2,), 100))
     if isinstance(cols, int):
         assert (source.text.count("for back in") >= 1) == (dtype == "bf16")
+
+
+@pytest.mark.parametrize("split", [1, 4])
+def test_elements_are_stored_once_with_the_sums_of_parts(split: int) -> None:
+    """The programs that share a row store what they add up."""
+    b = Builder("scaled", p=[3], r=[1000])
+    x, z, y = b.input("x", "f32"), b.output("z", "f32"), b.output("y", "f32")
+    i, j = b.axes
+    v = b.load(x, i * 1000 + j) * 2
+    b.store(z, i * 1000 + j, v)
+    b.store(y, i, b.reduce("sum", v))
+    data, doubled, sums = torch.randn(3, 1000), torch.full((3, 1000), torch.nan), torch.empty(3)
+    kernel = b.build()
+    SimulatedLauncher(kernel, emit(kernel, Config(ONE, 64, False, split, 4)))([data, doubled, sums])
+    assert torch.equal(doubled, 2 * data)
+    torch.testing.assert_close(sums, doubled.sum(1), rtol=1e-4, atol=1e-4)

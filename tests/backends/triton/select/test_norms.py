@@ -101,6 +101,19 @@ def test_gradients_are_eagers(groups: int, c: int, mask: tuple[bool, bool, bool]
     check(g, gradient(g, groups, c, mask is not None, mask or (True, False, False)))
 
 
+@pytest.mark.parametrize("mask", [(True, True, True), (True, False, True), (True, False, False), (False, True, True)])
+@pytest.mark.parametrize("pixels", [20480, 512])
+def test_gradients_in_planes(pixels: int, mask: tuple[bool, bool, bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups that no program holds would be read for the image and again for the weights."""
+    monkeypatch.setattr(norms, "LEAST_IN_PLANES", 1)
+    g = Net(F32)
+    g.phase = "backward"
+    grad, x = g.tensor(2, 4, pixels // 32, 32), g.tensor(2, 4, pixels // 32, 32)
+    g.op("group_norm_backward", grad, x, g.input(torch.randn(2, 2)), g.input(torch.rand(2, 2)), g.weight(4), 2, 4, pixels, 2, mask)
+    fragment = check(g, [v for v, wanted in zip(g.ops[-1].outs, mask, strict=True) if wanted], exact=True)
+    assert by_channels(fragment) == (pixels == 20480 and mask[0] and any(mask[1:]))
+
+
 def test_a_few_pixels_are_rows() -> None:
     """A number of each channel would be as much memory as the images."""
     g = Net(F32)
