@@ -127,19 +127,19 @@ def compile_dynamo(
         rules = RuleLog(parsed.disable_rules, parsed.fuel)  # called twice if the graph in other layouts fails: count anew
         return training.rolled(gm, inputs, rules)
 
-    multiple = backend.policy().multiple if _here(backend, example_inputs) else None
+    policy = backend.policy() if _here(backend, example_inputs) else None
     given = (n.meta.get("example_value") for n in gm.graph.find_nodes(op="placeholder"))
     symbolic = any(isinstance(n, torch.SymInt) for x in given if isinstance(x, torch.Tensor) for n in x.shape)
     laid = layouts.preferred(gm, backend)
     if laid is not None:
         try:
             with compat.leaving_transforms(), backend.tracing(symbolic):
-                return capture.capture(laid, example_inputs, compile_graph, without_loops, multiple)
+                return capture.capture(laid, example_inputs, compile_graph, without_loops, policy)
         except (RuntimeError, ValueError) as e:  # no view with such strides exists
             log.info("a training step keeps eager's layouts: %s", str(e).partition("\n")[0])
     try:
         with compat.leaving_transforms(), backend.tracing(symbolic):
-            return capture.capture(gm, example_inputs, compile_graph, without_loops, multiple)
+            return capture.capture(gm, example_inputs, compile_graph, without_loops, policy)
     except Exception as e:
         if compiling or type(e) not in REFUSALS or parsed.fallback == "error":
             raise

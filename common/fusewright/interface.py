@@ -20,7 +20,7 @@ import torch
 
 from fusewright.sizes.expr import SizeExpr, symbol
 
-INTERFACE: tuple[int, int] = (1, 18)
+INTERFACE: tuple[int, int] = (1, 19)
 """(major, minor) of this interface. Minor versions only add members with defaults."""
 
 OPSET = 1
@@ -301,6 +301,9 @@ class DevicePolicy:
     multiple: Callable[[torch.dtype, int, int, int], int] | None = None
     """What the lengths of rows in a matrix product of a training step should be multiples of, given its type, M, K and N: zeros are
     written behind others, where libraries have no fast kernels for them. 1: any. Since interface 1.12."""
+    adds_bias: bool = False
+    """Whether a convolution adds its bias in a pass of its own, so that kernels which read its result may add it instead, and a
+    training step saves it without. Since interface 1.19."""
     branches: frozenset[torch.dtype] = frozenset()
     """Types in which convolutions of one input with constant weights that are added up become one in inference. Since interface
     1.11."""

@@ -234,7 +234,7 @@ class TritonBackend(FusedBackend):
         few = few_rows(self.running_on())
         return DevicePolicy(
             multiple=partial(multiple, found), contracts=contracts, gathers=None if few is None else partial(gathers, few),
-            splits=splits, eager=EAGER, flops_per_second=by.library_flops, bytes_per_second=by.bandwidth,
+            splits=splits, adds_bias=True, eager=EAGER, flops_per_second=by.library_flops, bytes_per_second=by.bandwidth,
         )  # fmt: skip
 
     def prepare(self) -> None:

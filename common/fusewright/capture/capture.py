@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -18,10 +18,7 @@ from fusewright.capture.joint import POINTWISE, before_cut, write_out_steps
 from fusewright.graph.effects import may_share, writes, written
 from fusewright.graph.spec import value_of
 from fusewright.graph.view import is_op
-from fusewright.interface import Phase
-
-if TYPE_CHECKING:
-    from fusewright.capture.aligned import Multiple
+from fusewright.interface import DevicePolicy, Phase
 
 log = logging.getLogger("fusewright")
 
@@ -41,15 +38,15 @@ Rewrite = Callable[[GraphModule, Sequence[Any]], GraphModule | None]
 
 def capture(
     gm: GraphModule, example_inputs: Sequence[Any], compile_graph: Compile, rewrite: Rewrite = lambda *_: None,
-    multiple: Multiple | None = None,
+    policy: DevicePolicy | None = None,
 ) -> Callable[..., Any]:  # fmt: skip
     """Compile a Dynamo graph: directly where that is known to be correct, else through AOTAutograd. `rewrite` may replace the
-    graph of a training step before gradients are traced; `multiple` is `DevicePolicy.multiple` for its products."""
-    return storage.zeros_in_memory(_captured(gm, example_inputs, compile_graph, rewrite, multiple), example_inputs)
+    graph of a training step before gradients are traced; `policy` is that of its device, if it is the backend's."""
+    return storage.zeros_in_memory(_captured(gm, example_inputs, compile_graph, rewrite, policy), example_inputs)
 
 
 def _captured(
-    gm: GraphModule, example_inputs: Sequence[Any], compile_graph: Compile, rewrite: Rewrite, multiple: Multiple | None
+    gm: GraphModule, example_inputs: Sequence[Any], compile_graph: Compile, rewrite: Rewrite, policy: DevicePolicy | None
 ) -> Callable[..., Any]:
     try:
         aten, constants = direct.capture(gm, example_inputs)
@@ -58,8 +55,8 @@ def _captured(
         try:
             if (rewritten := rewrite(gm, example_inputs)) is not None:
                 with compat.disable_autocast():
-                    return _without_autocast(through_aot(rewritten, example_inputs, compile_graph, mode, multiple))
-            return through_aot(gm, example_inputs, compile_graph, mode, multiple)
+                    return _without_autocast(through_aot(rewritten, example_inputs, compile_graph, mode, policy))
+            return through_aot(gm, example_inputs, compile_graph, mode, policy)
         except RuntimeError as e:
             if SHARED_ELEMENTS not in str(e) or not any(map(storage.overlaps, example_inputs)):
                 raise
@@ -84,7 +81,7 @@ def _without_autocast(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def through_aot(
-    gm: GraphModule, example_inputs: Sequence[Any], compile_graph: Compile, mode: str, multiple: Multiple | None = None
+    gm: GraphModule, example_inputs: Sequence[Any], compile_graph: Compile, mode: str, policy: DevicePolicy | None = None
 ) -> Callable[..., Any]:
     """Capture by AOTAutograd: correct for training, mutation, aliasing and tensor subclasses."""
     trackable = not any(isinstance(x, torch.Tensor) and x.is_inference() for x in example_inputs)
@@ -116,7 +113,7 @@ def through_aot(
         forward=compiler("forward"),
         backward=compiler("backward"),
         inference=compiler("infer"),
-        joint=partial(before_cut, multiple=multiple),
+        joint=partial(before_cut, policy=policy or DevicePolicy()),
         fused=POINTWISE,
     )
 

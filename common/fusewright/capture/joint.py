@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tag
@@ -18,9 +18,7 @@ from fusewright.graph.cse import merge_common
 from fusewright.graph.fills import full_before, host_scalars, size_fills
 from fusewright.graph.retrace import called, fake_like
 from fusewright.graph.spec import value_of
-
-if TYPE_CHECKING:
-    from fusewright.capture.aligned import Multiple
+from fusewright.interface import DevicePolicy
 
 aten = torch.ops.aten
 
@@ -28,6 +26,8 @@ _MASKED = (aten.hardtanh_backward.default, aten.threshold_backward.default, aten
 """Gradients that read which elements an activation has clamped, or scaled, from its result."""
 
 _EFFICIENT_BACKWARD = aten._scaled_dot_product_efficient_attention_backward.default
+
+_NORMS = (aten.native_group_norm.default, aten.native_batch_norm.default, aten._native_batch_norm_legit.no_stats)
 
 _NORM_GRADIENTS = (aten.native_group_norm_backward.default, aten.native_batch_norm_backward.default)
 
@@ -72,8 +72,8 @@ POINTWISE: frozenset[Any] = frozenset(
 decomposes them to. What they read may be computed again in a kernel of theirs."""
 
 
-def before_cut(graph: Graph, multiple: Multiple | None = None) -> None:
-    """Rewrite a joint graph in place. `multiple`: see `DevicePolicy`."""
+def before_cut(graph: Graph, policy: DevicePolicy) -> None:
+    """Rewrite a joint graph in place."""
     write_out_steps(graph)
     without_aliases(graph)
     host_scalars(graph)
@@ -83,10 +83,12 @@ def before_cut(graph: Graph, multiple: Multiple | None = None) -> None:
     clamped_by_result(graph)
     cropped_from_padded(graph)
     normalized_by_statistics(graph)
-    if multiple is not None:
+    if policy.multiple is not None:
         from fusewright.capture.aligned import pad_products
 
-        pad_products(graph, multiple)
+        pad_products(graph, policy.multiple)
+    if policy.adds_bias:
+        biases_apart(graph)
     _side_by_side(graph)
     merge_common(graph)
     host_tables(graph)
@@ -112,11 +114,32 @@ def joined_again(graph: Graph) -> None:
             join.meta.setdefault("recompute", CheckpointPolicy.MUST_RECOMPUTE)
 
 
-def _readers(x: Node) -> Iterator[Node]:
+def biases_apart(graph: Graph) -> None:
+    """Add the bias of a convolution in an op of its own where kernels alone read the result, a gradient among them: each of them
+    adds it to what the convolution returns, which is saved, rather than one kernel store the sum."""
+    for conv in graph.find_nodes(op="call_function", target=aten.convolution.default):
+        x, weight, bias, *how = conv.args
+        readers = [*_readers(conv, (*_MOVES, aten._to_copy.default))]
+        forward = [r for r in readers if "backward" not in str(r.target)]
+        if bias is None or len(forward) == len(readers) or not all(r.target in _NORMS or _in_kernels(r) for r in forward):
+            continue
+        channels = [1, -1, *[1] * (value_of(conv).dim() - 2)]
+        with graph.inserting_after(conv):
+            plain = called(graph, conv, aten.convolution.default, x, weight, None, *how)
+        with graph.inserting_after(plain):
+            wide = called(graph, conv, aten.view.default, bias, channels)
+        with graph.inserting_after(wide):
+            total = called(graph, conv, aten.add.Tensor, plain, wide)
+        total.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+        conv.replace_all_uses_with(total)
+        graph.erase_node(conv)
+
+
+def _readers(x: Node, moves: Sequence[Any] = _MOVES) -> Iterator[Node]:
     """The ops that read the values of `x`, moved or not."""
     for user in x.users:
-        if user.target in _MOVES:
-            yield from _readers(user)
+        if user.target in moves:
+            yield from _readers(user, moves)
         else:
             yield user
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, cast
 
+import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
@@ -241,6 +242,29 @@ def _piece(r: Rewriter, x: Node, index: int) -> Node | None:
     return r.call(row.name, map_arg(x.args, piece), kwargs=map_arg(x.kwargs, piece))
 
 
+def _one_of_a_row(r: Rewriter, node: Node, env: Env) -> Node | None:
+    """Compare each position with the one that a row sets, as kernels compute what reads it with what it is computed from: the
+    gradient of a maximum writes one element of a row of zeros. The gather checks the index, as the scatter does."""
+    filled, dim, index, source = node.args[:4]
+    shape = _shape(node)
+    if r.has_writes or not shape or not is_call(filled, "full") or any(isinstance(x, Node) for x in (dim, filled.args[1])):
+        return None
+    dim = cast("int", dim) % len(shape)
+    one = (*shape[:dim], 1, *shape[dim + 1 :])
+    if not all(_same(_shape(x), one) for x in (index, source) if isinstance(x, Node)) or not value_of(node).is_contiguous():
+        return None
+    options = {"device": value_of(node).device}
+    number = {**options, "dtype": value_of(node).dtype, "layout": torch.strided, "pin_memory": False}
+    place = r.call("arange", (0, shape[dim], 1), kwargs={**options, "dtype": torch.int64})
+    places = r.call("view", (place, [*[1] * dim, shape[dim], *[1] * (len(shape) - 1 - dim)]))
+    row = r.call("expand", (places, list(shape)))
+    before = r.call("full", ([], filled.args[1]), kwargs=number)
+    value = source if isinstance(source, Node) else r.call("full", ([], source), kwargs=number)
+    if is_call(node, "scatter_add"):
+        value = r.call("add", (value, before))
+    return r.call("where", (r.call("eq", (places, r.call("gather", (row, dim, index)))), value, before))
+
+
 def _of(piece: Write) -> tuple[int, int, int, bool]:
     return piece.dim, piece.start, piece.end, piece.kept
 
@@ -279,6 +303,10 @@ RULES: tuple[Rule, ...] = (
     Rule("copy.same", p("copy", ANY, "x"), _needless_copy, "copy(y, x) = x where x lies as y does"),
     Rule("piece.read", p(("select", "slice"), "x"), _read, "select(select_scatter(x, y, i), j) = select(x, j)"),
     Rule("piece.computed", p("select", "x"), _computed_piece, "select(f(x, y), 0, i) = f(select(x, 0, i), select(y, 0, i))"),
+    Rule(
+        "scatter.one", p(("scatter", "scatter_value", "scatter_add")), _one_of_a_row,
+        "scatter(full(y), dim, i, x) = where(arange == i, x, y) with one index in a row",
+    ),
     Rule("copy.piece", p("copy", ANY, "x"), _replaces, "slice_scatter(y, copy(z, x)) = slice_scatter(y, x)"),
     Rule("mul.one", p("mul", "x", "one"), _times_one, "x * 1 = x"),
     Rule("div.one", p("div", "x", "one"), _times_one, "x / 1 = x"),

@@ -13,6 +13,7 @@ from torch.fx import GraphModule, Node
 
 from fusewright.capture.capture import through_aot
 from fusewright.graph.spec import value_of
+from fusewright.interface import DevicePolicy
 
 aten = torch.ops.aten
 
@@ -25,7 +26,7 @@ def traced(multiple: int = 8) -> tuple[dict[str, GraphModule], Callable[[GraphMo
         found[phase] = aten
         return lambda args: aten(*args)
 
-    return found, lambda gm, inputs: through_aot(gm, inputs, keep, "test", lambda dtype, m, k, n: multiple)
+    return found, lambda gm, inputs: through_aot(gm, inputs, keep, "test", DevicePolicy(multiple=lambda dtype, m, k, n: multiple))
 
 
 def products(found: dict[str, GraphModule]) -> list[Node]:

@@ -18,6 +18,7 @@ from fusewright import _torch_compat as compat
 from fusewright.capture.capture import through_aot
 from fusewright.capture.joint import unread_seeds
 from fusewright.graph.spec import value_of
+from fusewright.interface import DevicePolicy
 
 STEP = """
 import sys, torch
@@ -27,7 +28,9 @@ print(*sys.modules)
 """
 
 
-def traced() -> tuple[dict[str, GraphModule], Callable[[GraphModule, Any], Any]]:
+def traced(
+    policy: DevicePolicy | None = None,
+) -> tuple[dict[str, GraphModule], Callable[[GraphModule, Any], Any]]:
     """A backend that runs graphs as they are, and the graphs that it was given, by phase."""
     found: dict[str, GraphModule] = {}
 
@@ -35,7 +38,7 @@ def traced() -> tuple[dict[str, GraphModule], Callable[[GraphModule, Any], Any]]
         found[phase] = aten
         return lambda args: aten(*args)
 
-    return found, lambda gm, inputs: through_aot(gm, inputs, keep, "test")
+    return found, lambda gm, inputs: through_aot(gm, inputs, keep, "test", policy)
 
 
 def called(aten: GraphModule) -> list[str]:
@@ -291,3 +294,34 @@ def test_a_cat_that_a_product_reads_is_saved() -> None:
     x, w = torch.randn(4, 3, requires_grad=True), torch.randn(6, 2, requires_grad=True)
     torch.compile(lambda x, w: torch.cat([x, x.sin()], 1) @ w, backend=backend)(x, w).sum().backward()
     assert "aten.cat.default" not in called(found["backward"])
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize(("follows", "apart"), [
+    (lambda x: F.mish(x), True),
+    (lambda x: F.group_norm(x, 2) + x, True),
+    (lambda x: F.relu(x), False),
+    (lambda x: F.max_pool2d(F.silu(x), 2) + F.max_pool2d(x, 2), False),
+    (lambda x: (F.silu(x), x), False),
+])  # fmt: skip
+def test_a_convolution_is_saved_without_its_bias(follows: Callable[..., Any], apart: bool) -> None:
+    """On a device that adds it in another pass, where kernels alone read the sum and one of them for a gradient."""
+    found, backend = traced(DevicePolicy(adds_bias=True))
+    module, image = torch.nn.Conv2d(3, 4, 3), torch.randn(2, 3, 8, 8)
+
+    def step(run: Callable[..., Any]) -> list[torch.Tensor]:
+        results = run(image)
+        results = results if isinstance(results, tuple) else (results,)
+        sum((r.square().sum() for r in results), torch.zeros(())).backward()
+        return [*results, *(torch.clone(p.grad) for p in module.parameters() if p.grad is not None)]
+
+    wanted = step(lambda x: follows(module(x)))
+    module.zero_grad()
+    got = step(torch.compile(lambda x: follows(module(x)), backend=backend))
+    for a, b in zip(wanted, got, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    (conv,) = found["forward"].graph.find_nodes(op="call_function", target=torch.ops.aten.convolution.default)
+    (output,) = found["forward"].graph.find_nodes(op="output")
+    assert (conv.args[2] is None) == apart
+    if apart:
+        assert conv in output.args[0]

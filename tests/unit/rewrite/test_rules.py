@@ -116,6 +116,17 @@ REWRITES: dict[str, tuple[str, str]] = {
         "%0: f32[4,3] = input('x')\n%1: f32[4,3] = input('y')\n%2: f32[4,3] = sub(%0, %1)\n%3: f32[4,3] = exp(%2)\n"
         "%4: f32[4,3] = relu(%3)\nreturn [%4]\n",
     ),
+    "scatter.one": (
+        "%0: i64[2,1,4] = input('i')\n%1: f32[2,1,4] = input('x')\n%2: f32[2,3,4] = "
+        "full([2, 3, 4], 0, dtype=torch.float32, layout=torch.strided, device=cpu, pin_memory=False)\n"
+        "%3: f32[2,3,4] = scatter(%2, 1, %0, %1)\nreturn [%3]\n",
+        "%0: i64[2,1,4] = input('i')\n%1: f32[2,1,4] = input('x')\n%2: i64[3] = "
+        "arange(0, 3, 1, device=cpu, dtype=torch.int64)\n%3: i64[1,3,1] = view(%2, [1, 3, 1])\n"
+        "%4: i64[2,3,4]{0,1,0} = expand(%3, [2, 3, 4])\n%5: f32[] = "
+        "full([], 0, device=cpu, dtype=torch.float32, layout=torch.strided, pin_memory=False)\n"
+        "%6: i64[2,1,4] = gather(%4, 1, %0)\n%7: bool[2,3,4] = eq(%3, %6)\n"
+        "%8: f32[2,3,4] = where(%7, %1, %5)\nreturn [%8]\n",
+    ),
     "copy.piece": (
         X + "%1: f16[1,2] = input('y')\n%2: f32[2,2]{3,1} = slice(%0, 1, 0, 2, 1)\n%3: f32[2,2]{3,1} = copy(%2, %1, False)\n"
         "%4: f32[2,3] = slice_scatter(%0, %3, 1, 0, 2, 1)\nreturn [%4]\n",
@@ -251,6 +262,17 @@ KEPT: dict[str, list[str]] = {
         X + "%1: f32[2,3] = exp(%0)\n%2: f32[3] = select(%1, 0, 1)\n%3: f32[2,3] = add(%1, %2)\nreturn [%3]\n",
         # strides that no result of its own has
         X + "%1: f32[2,3] = exp(%0)\n%2: f32[2]{3} = select(%1, 1, 0)\n%3: f32[2] = relu(%2)\nreturn [%3]\n",
+    ],
+    "scatter.one": [
+        # several of a row, or not of all rows
+        *(
+            f"%0: i64[{i}] = input('i')\n%1: f32[{i}] = input('x')\n%2: f32[2,3,4] = "
+            "full([2, 3, 4], 0, dtype=torch.float32, layout=torch.strided, device=cpu, pin_memory=False)\n"
+            "%3: f32[2,3,4] = scatter(%2, 1, %0, %1)\nreturn [%3]\n"
+            for i in ("2,2,4", "2,1,3")
+        ),
+        # a tensor that keeps its other elements
+        "%0: f32[2,3] = input('y')\n%1: i64[2,1] = input('i')\n%2: f32[2,3] = scatter_value(%0, 1, %1, 0)\nreturn [%2]\n",
     ],
     "copy.piece": [
         # its strides are seen

@@ -45,7 +45,8 @@ TINY = 64
 
 @dataclass(eq=False)
 class Group:
-    """The ops of one kernel. `levels` maps the values that it computes to "full" (per element of the domain) or "row"."""
+    """The ops of one kernel. `levels` maps the values that it computes to "full" (per element of the domain) or "row". `once`: its
+    elements are stored while its rows are reduced, and not computed again for what needs the results."""
 
     id: int
     domain: Domain
@@ -53,6 +54,7 @@ class Group:
     levels: dict[int, Level] = field(default_factory=dict)
     reads: dict[int, int] = field(default_factory=dict)
     last: int = 0
+    once: bool = False
     builder: Builder = field(init=False)
     space: Space = field(init=False)
 
@@ -255,6 +257,7 @@ class Grouper:
         if probe is None or len({*probe.reads, *group.reads}) + len(group.levels) > MAX_BUFFERS + len(group.units):
             return None
         if domain is not group.domain:
+            group.once = self._stores_first([unit], domain, group)
             group.set_domain(domain)
         return probe.reads
 
@@ -265,15 +268,18 @@ class Grouper:
         if in_parts(group.units, group.domain, self.splits):
             # in a kernel split by parts of its rows, what needs their results would run on one worker
             alike = in_parts([unit], wanted, self.splits) and segments(wanted) == group.segments
-            beside = n == group.numel and one_pass(group.units) and self._is_beside_rows(unit, group)
+            beside = n == group.numel and isinstance(unit.rule, Map) and one_pass(group.units) and self._is_beside_rows(unit, group)
             return group.domain if alike or n == group.row_numel or beside else None
         if in_parts([unit], wanted, self.splits) and not group.has_rows:
             free = one_pass([unit]) or self._private([unit], group)
             return wanted if free and n == group.numel else None
+        if group.once and not (n == group.row_numel or (one_pass([unit]) and self._is_beside_rows(unit, group))):
+            return None
         if isinstance(unit.rule, Row):
             if group.has_rows:
                 return group.domain if segments(wanted) == group.segments else None
-            return None if n != group.numel or self._stores_first([unit], wanted, group) else wanted
+            free = self._passes_once(unit, wanted) or not self._stores_first([unit], wanted, group)
+            return wanted if free and n == group.numel else None
         if isinstance(unit.rule, Scatter):
             return group.domain if n == group.numel and not group.has_rows else None
         if n == group.numel:
@@ -281,9 +287,14 @@ class Grouper:
         return group.domain if n == group.row_numel else None
 
     def _is_beside_rows(self, unit: Unit, group: Group) -> bool:
-        """Whether a map needs no result of the group's rows, so that it is computed with their elements."""
+        """Whether a unit needs no result of the group's rows, so that it is computed with their elements."""
         read = (s.id for v in unit.op.inputs() for s in self.flow.sources(v))
-        return isinstance(unit.rule, Map) and all(group.levels.get(i) != "row" for i in read)
+        return not isinstance(unit.rule, Scatter) and all(group.levels.get(i) != "row" for i in read)
+
+    def _passes_once(self, unit: Unit, domain: Domain) -> bool:
+        """Whether rows that are too long to be held and next to each other in memory are passed over once: nothing is computed
+        again for them."""
+        return one_pass([unit]) and reads_again(unit, domain, self.splits) and not is_column(domain)
 
     def _streams(self, group: Group) -> bool:
         """Whether the group reduces columns too long to be held, of which nothing is left for a second pass."""
@@ -357,7 +368,7 @@ class Grouper:
             return False
         if len({*a.reads, *b.reads}) + len(a.levels) + len(b.levels) > MAX_BUFFERS + len(a.units) + len(b.units):
             return False
-        if b.has_rows and (not a.has_rows or a.segments != b.segments):
+        if b.has_rows and (not a.has_rows or a.once or b.once or a.segments != b.segments):
             return False
         if a.numel != b.numel or self._streams(a):
             return False
