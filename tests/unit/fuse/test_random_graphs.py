@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from fusewright.interface import Value
+from fusewright.interface import DevicePolicy, Splits, Value
 from tests.fragments import Sketch
 from tests.unit.fuse.running import LOADERS, run_sketch
 
@@ -62,6 +62,10 @@ STEPS: tuple[Step, ...] = (
 )
 
 
+SHORT = DevicePolicy(splits=Splits(parts=2, long_row=8, few_points=4, held_row=4, column_rows=4, column_elements=16, few_columns=4))
+"""Rows of a few elements are reduced in parts, and not held for another pass."""
+
+
 def _same(g: Sketch, r: random.Random, v: Value) -> Value:
     assert v.spec is not None
     return r.choice([o.out for o in g.ops if o.out.spec is not None and o.out.spec.shape == v.spec.shape] or [v])
@@ -90,3 +94,15 @@ def test_random_graph_follows_eager(seed: int, loader: str) -> None:
     for ours, eager in zip(got, g.expected(outputs), strict=True):
         assert (ours.shape, ours.stride(), ours.dtype) == (eager.shape, eager.stride(), eager.dtype)
         torch.testing.assert_close(ours, eager, rtol=2e-5, atol=2e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_sums_that_share_kernels_with_what_they_add_up(seed: int) -> None:
+    """Total sums of results, and what needs such a sum, where even short rows take more than one kernel."""
+    g, outputs = draw(seed)
+    sums = [g.op("sum", v, list(range(v.spec.rank)), True) for v in outputs if v.spec is not None and v.spec.rank]
+    outputs += [*sums, *(g.op("add", v, s) for v, s in zip(outputs, sums, strict=False) if v.spec is not None and v.spec.rank)]
+    _, got = run_sketch(g, outputs, LOADERS["interpreter"], SHORT)
+    for ours, eager in zip(got, g.expected(outputs), strict=True):
+        assert (ours.shape, ours.stride(), ours.dtype) == (eager.shape, eager.stride(), eager.dtype)
+        torch.testing.assert_close(ours, eager, rtol=2e-5, atol=5e-5, equal_nan=True)
