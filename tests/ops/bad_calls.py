@@ -63,6 +63,12 @@ _INDICES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], str]] = {
     "index_fill_negative": (lambda x, i: x.index_fill(0, i, 2.0) + 1, (table(), index(-1, -4)), "index -4 is out of bounds"),
     "scatter": (lambda x, i: x.scatter(1, i, x) + 1, (table(), index(4).expand(3, 4)), "index 4 is out of bounds"),
     "scatter_value": (lambda x, i: x.scatter(1, i, 2.0) + 1, (table(), index(-1).expand(3, 4)), "index -1 is out of"),
+    "one_hot": (lambda i: torch.zeros(2, 3).scatter(1, i, 1.0) + 1, (index(0, 3).view(2, 1),), "index 3 is out of bounds"),
+    "one_hot_negative": (lambda i: torch.zeros(2, 3).scatter(1, i, 1.0) + 1, (index(0, -1).view(2, 1),), "index -1 is out of"),
+    "one_hot_uint16": (
+        lambda i: torch.zeros(2, 3, dtype=torch.uint16).scatter(1, i, 1).int(), (index(0, 1).view(2, 1),),
+        "not implemented for 'UInt16'",
+    ),
     "scatter_add": (lambda x, i: x.scatter_add(0, i, x) + 1, (table(), index(3).expand(3, 4)), "index 3 is out of bounds"),
     "scatter_mean": (
         lambda x, i: x.scatter_reduce(0, i, x, "mean"), (table(), index(3).expand(3, 4)), "index 3 is out of bounds"

@@ -242,6 +242,13 @@ def _piece(r: Rewriter, x: Node, index: int) -> Node | None:
     return r.call(row.name, map_arg(x.args, piece), kwargs=map_arg(x.kwargs, piece))
 
 
+_SCATTERED = frozenset(
+    getattr(torch, name)
+    for name in "bool uint8 int8 int16 int32 int64 float16 bfloat16 float32 float64 complex64 complex128".split()
+)
+"""The types that eager scatters; it refuses others."""
+
+
 def _one_of_a_row(r: Rewriter, node: Node, env: Env) -> Node | None:
     """Compare each position with the one that a row sets, as kernels compute what reads it with what it is computed from: the
     gradient of a maximum writes one element of a row of zeros. The gather checks the index, as the scatter does."""
@@ -252,6 +259,8 @@ def _one_of_a_row(r: Rewriter, node: Node, env: Env) -> Node | None:
     dim = cast("int", dim) % len(shape)
     one = (*shape[:dim], 1, *shape[dim + 1 :])
     if not all(_same(_shape(x), one) for x in (index, source) if isinstance(x, Node)) or not value_of(node).is_contiguous():
+        return None
+    if value_of(node).dtype not in _SCATTERED:
         return None
     options = {"device": value_of(node).device}
     number = {**options, "dtype": value_of(node).dtype, "layout": torch.strided, "pin_memory": False}

@@ -270,9 +270,9 @@ class Grouper:
             alike = in_parts([unit], wanted, self.splits) and segments(wanted) == group.segments
             beside = n == group.numel and isinstance(unit.rule, Map) and one_pass(group.units) and self._is_beside_rows(unit, group)
             return group.domain if alike or n == group.row_numel or beside else None
-        if in_parts([unit], wanted, self.splits) and not group.has_rows:
-            free = one_pass([unit]) or self._private([unit], group)
-            return wanted if free and n == group.numel else None
+        shares = one_pass([unit]) and not group.has_rows
+        if not shares and in_parts([unit], wanted, self.splits) and not self._private([unit], group):
+            return None
         if group.once and not (n == group.row_numel or (one_pass([unit]) and self._is_beside_rows(unit, group))):
             return None
         if isinstance(unit.rule, Row):
@@ -292,9 +292,11 @@ class Grouper:
         return not isinstance(unit.rule, Scatter) and all(group.levels.get(i) != "row" for i in read)
 
     def _passes_once(self, unit: Unit, domain: Domain) -> bool:
-        """Whether rows that are too long to be held and next to each other in memory are passed over once: nothing is computed
+        """Whether rows in parts, or too long to be held and next to each other in memory, are passed over once: nothing is computed
         again for them."""
-        return one_pass([unit]) and reads_again(unit, domain, self.splits) and not is_column(domain)
+        if not one_pass([unit]):
+            return False
+        return in_parts([unit], domain, self.splits) or (reads_again(unit, domain, self.splits) and not is_column(domain))
 
     def _streams(self, group: Group) -> bool:
         """Whether the group reduces columns too long to be held, of which nothing is left for a second pass."""
