@@ -28,9 +28,7 @@ print(*sys.modules)
 """
 
 
-def traced(
-    policy: DevicePolicy | None = None,
-) -> tuple[dict[str, GraphModule], Callable[[GraphModule, Any], Any]]:
+def traced(policy: DevicePolicy | None = None) -> tuple[dict[str, GraphModule], Callable[[GraphModule, Any], Any]]:
     """A backend that runs graphs as they are, and the graphs that it was given, by phase."""
     found: dict[str, GraphModule] = {}
 

@@ -39,12 +39,11 @@ def _has_groups(op: OpView) -> bool:
     return floats and x.static and x.rank >= 3 and 1 < groups < x.shape[1] and x.numel_hint() >= LEAST
 
 
-def _or_as_it_is(op: OpView, c: Calls) -> _Groups | None:
-    """Return the groups of a norm of channels-last images, or of a gradient that is by channels in planes too; leave any other to
-    the fuser."""
+def _or_as_it_is(op: OpView, c: Calls, planes: bool = False) -> _Groups | None:
+    """Return the groups of a norm of channels-last images, or of images in `planes`; leave any other to the fuser."""
     c.b.without(op)
     found = _Groups(op, c.b)
-    if _channels_last(c.b.spec(found.images("input"))) or (op.op == "group_norm_backward" and _reads_twice(op, c)):
+    if planes or found.channels_last:
         return found
     c.b.leave(op)
     return None
@@ -74,6 +73,10 @@ class _Groups:
     def shape(self) -> tuple[int, int, int]:
         n, c, groups = self.op.arg("N"), self.op.arg("C"), self.op.arg("group")
         return n, groups, c // groups
+
+    @property
+    def channels_last(self) -> bool:
+        return _channels_last(self.b.spec(self.images("input")))
 
     @property
     def pixels(self) -> tuple[int, ...]:
@@ -112,7 +115,7 @@ class _Groups:
     def give(self, x: Value, out: Value) -> None:
         """Let `x` be a result of the norm."""
         spec: TensorSpec = spec_of(out)
-        if spec.rank == spec_of(self.op.arg("input")).rank and _channels_last(self.b.spec(self.images("input"))):
+        if spec.rank == spec_of(self.op.arg("input")).rank and self.channels_last:
             out = self.b.with_layout(out, channels_last_strides(spec.shape))  # type: ignore[arg-type]
         if spec_of(x).shape != spec.shape:
             x = self.b.append_op("view", x, spec.shape)
@@ -142,7 +145,7 @@ def _write(op: OpView, c: Calls) -> None:
 
 
 def _write_gradient(op: OpView, c: Calls) -> None:
-    g, b = _or_as_it_is(op, c), c.b
+    g, b = _or_as_it_is(op, c, _reads_twice(op, c)), c.b
     if g is None:
         return
     count = g.shape[2] * op.arg("HxW")
