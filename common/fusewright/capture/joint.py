@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from fusewright.graph.cse import merge_common
 from fusewright.graph.fills import full_before, host_scalars, size_fills
 from fusewright.graph.retrace import called, fake_like
 from fusewright.graph.spec import value_of
+from fusewright.graph.view import dependents
 from fusewright.interface import DevicePolicy
 
 aten = torch.ops.aten
@@ -28,6 +29,12 @@ _MASKED = (aten.hardtanh_backward.default, aten.threshold_backward.default, aten
 _EFFICIENT_BACKWARD = aten._scaled_dot_product_efficient_attention_backward.default
 
 _NORMS = (aten.native_group_norm.default, aten.native_batch_norm.default, aten._native_batch_norm_legit.no_stats)
+
+_WITH_STATISTICS = (
+    aten.native_layer_norm.default, aten.native_group_norm.default, aten.native_batch_norm.default,
+    aten._native_batch_norm_legit_functional.default,
+)  # fmt: skip
+"""Norms whose gradients read the operand, the mean and the reciprocal of the standard deviation."""
 
 _NORM_GRADIENTS = (aten.native_group_norm_backward.default, aten.native_batch_norm_backward.default)
 
@@ -95,6 +102,7 @@ def before_cut(graph: Graph, policy: DevicePolicy) -> None:
     tested_for_equality(graph)
     joined_again(graph)
     copied_for_norms(graph)
+    normalized_again(graph)
 
 
 def without_aliases(graph: Graph) -> None:
@@ -146,8 +154,103 @@ def _readers(x: Node, moves: Sequence[Any] = _MOVES) -> Iterator[Node]:
 
 def _in_kernels(reader: Node) -> bool:
     """Whether a kernel can compute an op from what it joins as it reads."""
-    target: Any = reader.target
-    return target in _REDUCTIONS or (compat.is_overload(target) and Tag.pointwise in target.tags)
+    return reader.target in _REDUCTIONS or _is_pointwise(reader)
+
+
+def _is_pointwise(node: Node) -> bool:
+    target: Any = node.target
+    return compat.is_overload(target) and (Tag.pointwise in target.tags or target.overloadpacket in POINTWISE)
+
+
+def normalized_again(graph: Graph) -> None:
+    """Let gradients that kernels compute read what a norm returns, and activations of that, as computed from the norm's operand and
+    statistics. Its own gradient reads these, so that they are saved, and the result need not be; and one kernel with both gradients
+    reads one tensor less."""
+    norms = [n for t in _WITH_STATISTICS for n in graph.find_nodes(op="call_function", target=t)]
+    gradients = dependents(n for n in graph.find_nodes(op="placeholder") if compat.is_tangent(n)) if norms else set()
+    for norm in norms:
+        made = {n.args[1]: n for n in norm.users}
+        own = {u for k in (1, 2) if k in made for u in made[k].users if u in gradients}
+        if 0 in made and own and _normalizes_again(norm, made):
+            _normalize_for(graph, norm, made, own, gradients)
+
+
+def _normalizes_again(norm: Node, made: Mapping[Any, Node]) -> bool:
+    """Whether a norm's result can be computed from its statistics as exactly."""
+    x, mean, rstd = (value_of(made[k]) for k in (0, 1, 2))
+    wide = all(s.dtype == torch.promote_types(x.dtype, torch.float32) and s.numel() for s in (mean, rstd))
+    grouped = norm.target is aten.native_group_norm.default
+    return wide and "recompute" not in made[0].meta and not (grouped and any(not isinstance(n, int) for n in x.shape))
+
+
+def _normalize_for(graph: Graph, norm: Node, made: Mapping[Any, Node], own: set[Node], gradients: set[Node]) -> None:
+    """Replace what gradients read of a norm's result; `own` are the norm's gradients."""
+    again: dict[Node, Node] = {}
+    for x in _computed_from(made[0], gradients):
+        readers = [u for u in x.users if u in gradients]
+        saved = not all(map(_in_kernels, readers))
+        for reader in readers:
+            if _in_kernels(reader) and (not saved or _leads_to(reader, own)):
+                again = again or {made[0]: _normalized(graph, norm, made)}
+                reader.replace_input_with(x, _again(graph, x, again))
+
+
+def _computed_from(x: Node, gradients: set[Node]) -> list[Node]:
+    """`x`, and what is computed element by element from it alone in the forward."""
+    found = [x]
+    for node in found:
+        for user in node.users:
+            alone = user not in gradients and user not in found and all(i in found for i in user.all_input_nodes)
+            if alone and "recompute" not in user.meta and (_is_pointwise(user) or user.target is aten._to_copy.default):
+                found.append(user)
+    return found
+
+
+def _again(graph: Graph, x: Node, again: dict[Node, Node]) -> Node:
+    """`x`, computed from what `again` has in place of nodes."""
+    if x not in again:
+        given = {i: _again(graph, i, again) for i in x.all_input_nodes}
+        with graph.inserting_after(max(given.values())):
+            again[x] = graph.node_copy(x, given.__getitem__)
+        again[x].meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    return again[x]
+
+
+def _leads_to(x: Node, ends: set[Node]) -> bool:
+    """Whether an end reads `x`, or what is computed element by element from it."""
+    return any(u in ends or (_is_pointwise(u) and _leads_to(u, ends)) for u in x.users)
+
+
+def _normalized(graph: Graph, norm: Node, made: Mapping[Any, Node]) -> Node:
+    """The result of a norm, computed from its operand and statistics as kernels do in the forward, and rounded."""
+    result, mean, rstd = (made[k] for k in (0, 1, 2))
+    x, shape, dtype, wide = norm.args[0], list(value_of(result).shape), value_of(result).dtype, value_of(mean).dtype
+    by_rows, by_groups = (norm.target is t.default for t in (aten.native_layer_norm, aten.native_group_norm))
+    channels = [1, -1, *[1] * (len(shape) - 2)]
+    place = max(made.values())
+
+    def call(target: Any, *args: Any, **named: Any) -> Node:
+        nonlocal place
+        with graph.inserting_after(place):
+            place = called(graph, result, target, *args, **named)
+        place.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+        return place
+
+    if dtype != wide:
+        x = call(aten._to_copy.default, x, dtype=wide)
+    if by_groups:
+        n, groups = value_of(mean).shape
+        x = call(aten.view.default, x, [n, groups, shape[1] // groups, *shape[2:]])
+        mean, rstd = (call(aten.view.default, s, [n, groups, *[1] * (len(shape) - 1)]) for s in (mean, rstd))
+    elif not by_rows:
+        mean, rstd = (call(aten.view.default, s, channels) for s in (mean, rstd))
+    y = call(aten.mul.Tensor, call(aten.sub.Tensor, x, mean), rstd)
+    if by_groups:
+        y = call(aten.view.default, y, shape)
+    for op, parameter in zip((aten.mul.Tensor, aten.add.Tensor), norm.args[2:4] if by_rows else norm.args[1:3], strict=True):
+        if isinstance(parameter, Node):
+            y = call(op, y, parameter if by_rows else call(aten.view.default, parameter, channels))
+    return y if dtype == wide else call(aten._to_copy.default, y, dtype=dtype)
 
 
 def copied_for_norms(graph: Graph) -> None:

@@ -323,3 +323,52 @@ def test_a_convolution_is_saved_without_its_bias(follows: Callable[..., Any], ap
     assert (conv.args[2] is None) == apart
     if apart:
         assert conv in output.args[0]
+
+
+NORMS: dict[str, Callable[[], torch.nn.Module]] = {
+    "layer": lambda: torch.nn.LayerNorm(6),
+    "layer without weights": lambda: torch.nn.LayerNorm(6, elementwise_affine=False),
+    "groups": lambda: torch.nn.GroupNorm(2, 8),
+    "batch": lambda: torch.nn.BatchNorm2d(8),
+}
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "hardswish": F.hardswish,
+    "written out": lambda y: y * y.sigmoid(),
+    "scaled": lambda y: y * (1 + y.mean((2, 3), keepdim=True)),
+}
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("norm", NORMS)
+def test_what_a_norm_returns_is_computed_again_from_its_statistics(norm: str, activation: str) -> None:
+    torch.manual_seed(0)
+    found, backend = traced()
+    ours = NORMS[norm]()
+    for p in ours.parameters():
+        torch.nn.init.normal_(p)
+    theirs, act = copy.deepcopy(ours), ACTIVATIONS[activation]
+    x = torch.randn(4, 8, 5, 6)
+    results = []
+    for module, fn in ((ours, torch.compile(lambda x: act(ours(x)), backend=backend)), (theirs, lambda x: act(theirs(x)))):
+        given = x.clone().requires_grad_()
+        y = fn(given)
+        y.backward(torch.linspace(-1, 1, y.numel()).view_as(y))
+        results.append([given.grad, *(p.grad for p in module.parameters())])
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    large = [n for n in found["backward"].graph.find_nodes(op="placeholder") if value_of(n).numel() == x.numel()]
+    assert len(large) == 2  # the operand and the gradient
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_what_a_norm_returns_is_saved_where_its_statistics_are_rounded() -> None:
+    found, backend = traced()
+    norm = torch.nn.LayerNorm(6, dtype=torch.bfloat16)
+    x = torch.randn(4, 8, 6, dtype=torch.bfloat16, requires_grad=True)
+    torch.compile(lambda x: F.silu(norm(x)), backend=backend)(x).sum().backward()
+    large = [n for n in found["backward"].graph.find_nodes(op="placeholder") if value_of(n).numel() == x.numel()]
+    assert len(large) == 3
