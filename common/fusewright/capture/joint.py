@@ -218,7 +218,14 @@ def _again(graph: Graph, x: Node, again: dict[Node, Node]) -> Node:
 
 def _leads_to(x: Node, ends: set[Node]) -> bool:
     """Whether an end reads `x`, or what is computed element by element from it."""
-    return any(u in ends or (_is_pointwise(u) and _leads_to(u, ends)) for u in x.users)
+    found, todo = {x}, [x]
+    for node in todo:
+        if not ends.isdisjoint(node.users):
+            return True
+        new = [u for u in node.users if u not in found and _is_pointwise(u)]
+        found.update(new)
+        todo += new
+    return False
 
 
 def _normalized(graph: Graph, norm: Node, made: Mapping[Any, Node]) -> Node:
