@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Callable, Sequence
 
@@ -155,3 +156,25 @@ def test_sparse_gradients() -> None:
     table(torch.tensor([[1, 2], [2, 3]])).sum(1).square().sum().backward()
     assert ours is not None and table.weight.grad is not None and ours.is_sparse
     torch.testing.assert_close(ours.to_dense(), table.weight.grad.to_dense())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "norm", [lambda: torch.nn.BatchNorm2d(8), lambda: torch.nn.GroupNorm(2, 8), lambda: torch.nn.LayerNorm(64)],
+    ids=["batch", "groups", "layer"],
+)  # fmt: skip
+def test_a_norms_statistics_are_of_the_rounded_numbers_that_its_gradient_reads(
+    norm: Callable[..., torch.nn.Module], dtype: torch.dtype
+) -> None:
+    """A bias rounds all numbers of a binade alike, so that the unrounded sums have another mean."""
+    torch.manual_seed(0)
+    x, bias = (torch.rand(16, 8, 64, 64) * 2).to(dtype), (torch.randn(8, 1, 1) / 10).to(dtype)
+    cotangent = torch.rand(x.shape).to(dtype)  # not around zero: in the weight's gradient nearly all cancels
+    ours = norm()
+    eager, exact = copy.deepcopy(ours), copy.deepcopy(ours).double()
+    step = torch.compile(lambda x, bias: ours(x + bias), backend=BACKEND)
+    results = [step(x, bias), eager(x + bias), exact((x + bias).double())]
+    modules = (ours, eager, exact)
+    grads = [torch.autograd.grad(y, m.weight, cotangent.to(y.dtype))[0] for y, m in zip(results, modules, strict=True)]
+    mine, theirs, right = (g.double() for g in grads)
+    assert (mine - right).norm() <= 2 * (theirs - right).norm() + 1e-5 * right.norm()

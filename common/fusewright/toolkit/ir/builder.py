@@ -221,9 +221,13 @@ class Builder:
         return all(n.op == "const" and repr(n.value) in ("0.0", "0", "False") for n in consts)  # not -0.0
 
     def cast(self, value: Val, dtype: DType) -> Val:
-        """Convert `value` to `dtype`, unless it has that type already."""
+        """Convert `value` to `dtype`, unless it has that type already, or is a number of that half type made wider."""
         if value.dtype == dtype:
             return value
+        node, held = self.nodes[value.id], TYPES[value.dtype]
+        if node.op == "cast" and not TYPES[dtype].compute and held.compute and held.kind == "float":
+            if self.nodes[node.args[0]].dtype == dtype:
+                return Val(self, node.args[0], dtype)
         return self._add(Node(0, "cast", dtype, (value.id,)))
 
     def reduce(self, how: str, value: Val) -> Val:
