@@ -178,3 +178,22 @@ def test_a_norms_statistics_are_of_the_rounded_numbers_that_its_gradient_reads(
     grads = [torch.autograd.grad(y, m.weight, cotangent.to(y.dtype))[0] for y, m in zip(results, modules, strict=True)]
     mine, theirs, right = (g.double() for g in grads)
     assert (mine - right).norm() <= 2 * (theirs - right).norm() + 1e-5 * right.norm()
+
+
+def test_a_kernel_reads_the_half_numbers_that_it_stores_as_they_are_stored() -> None:
+    """The gradient normalizes the stored sums by the statistics of the forward. Those of the unrounded sums are others."""
+    torch.manual_seed(0)
+    x, scale = torch.rand(8, 16, 32, 32).bfloat16(), torch.rand(16, 1, 1) + 0.5
+
+    def normed(x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        h = x + bias
+        return torch.nn.functional.instance_norm(h * scale.to(torch.promote_types(x.dtype, scale.dtype))), h
+
+    def grad(f: Callable[..., tuple[Tensor, Tensor]], dtype: torch.dtype) -> Tensor:
+        bias = torch.linspace(-1, 1, 16).view(16, 1, 1).bfloat16().to(dtype).requires_grad_()
+        y, _ = f(x.to(dtype), bias)
+        return torch.autograd.grad(y, bias, torch.linspace(0, 1, y.numel()).view(y.shape).to(y.dtype))[0]
+
+    mine, theirs = grad(torch.compile(normed, backend=BACKEND), x.dtype), grad(normed, x.dtype)
+    right = grad(normed, torch.float64)  # nothing but what eps leaves: the norm takes any bias off again
+    assert (mine - right).abs().max() <= 2 * (theirs - right).abs().max()

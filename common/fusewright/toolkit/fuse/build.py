@@ -12,7 +12,7 @@ from fusewright.toolkit.ir.extent import Atom, Extent, evaluate, substitute, sym
 from fusewright.toolkit.ir.symbols import Step, close
 from fusewright.toolkit.ir.types import DType, from_torch, to_torch
 from fusewright.toolkit.ir.verify import kernel_pass
-from fusewright.toolkit.rules.evaluate import KernelEvaluator, KernelRow, Space, compute_dtype
+from fusewright.toolkit.rules.evaluate import KernelEvaluator, KernelRow, Space
 from fusewright.toolkit.rules.flow import Flow
 from fusewright.toolkit.rules.kinds import Domain, Level, Map, Row, Rule, Scatter, View
 from fusewright.toolkit.rules.space import At, ShapeMismatch, product, shape_of, stride_of
@@ -160,7 +160,7 @@ def add_rows(e: KernelEvaluator, space: Space, units: Sequence[Unit]) -> None:
             out = u.op.outs[k]
             if out.spec is not None:
                 at = space.base if level == "full" else space.row
-                e.rows[out.id] = (e.b.cast(val, compute_dtype(out.spec.dtype)), at.linear)
+                e.rows[out.id] = (e.held(val, out), at.linear)
 
 
 def segments(domain: Domain) -> tuple[tuple[bool, Extent], ...]:
@@ -185,7 +185,8 @@ def build_group(
     Raises NotAligned or IndexTooComplex if they cannot be one kernel.
     """
     b, space = space_for(domain, order, name, size_hints(values_of(flow, units)))
-    e = KernelEvaluator(b, flow, frozenset(v.id for u in units for v, _ in u.outs()))
+    members = frozenset(v.id for u in units for v, _ in u.outs())
+    e = KernelEvaluator(b, flow, members, frozenset(r.value.id for r in roots))
     add_rows(e, space, units)
     stored = []
     for root in roots:

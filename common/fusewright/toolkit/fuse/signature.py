@@ -50,7 +50,8 @@ class Signature:
             return self.number[v.id]
         if made is not None and (self.flow.is_view(made[0]) or self.flow.is_inline(made[0])):
             op, k = made
-            self.parts.append((op.op, k, tuple(self.arg(a) for a in op.args), tuple(layout(o.spec) for o in op.outs)))
+            args, needed = tuple(self.arg(a) for a in op.args), v.id in self.flow.needed
+            self.parts.append((op.op, k, needed, args, tuple(layout(o.spec) for o in op.outs)))
         else:
             self.parts.append(layout(v.spec) if v.spec is not None else ("size", v.dim))
         return self._fresh(v.id)

@@ -41,12 +41,14 @@ def compute_dtype(dtype: torch.dtype) -> DType:
 
 
 class KernelEvaluator:
-    """Evaluates values of a graph over the axes of one kernel. `members` are the values that it computes."""
+    """Evaluates values of a graph over the axes of one kernel. `members` are the values that it computes, `stored` those of them
+    that it stores."""
 
-    def __init__(self, builder: Builder, flow: Flow, members: frozenset[int]) -> None:
+    def __init__(self, builder: Builder, flow: Flow, members: frozenset[int], stored: frozenset[int] = frozenset()) -> None:
         self.b = builder
         self.flow = flow
         self.members = members
+        self.stored = stored
         self.rows: dict[int, tuple[Val, Index]] = {}
         """Result of a row op -> its value and the linear index for which the value holds."""
         self.buffers: dict[int, int] = {}
@@ -144,9 +146,16 @@ class KernelEvaluator:
         assert v.spec is not None
         before, self._op = self._op, op
         try:
-            return self.b.cast(rule.code(self, op, k, at), compute_dtype(v.spec.dtype))
+            return self.held(rule.code(self, op, k, at), v)
         finally:
             self._op = before
+
+    def held(self, val: Val, v: Value) -> Val:
+        """Convert a result that the kernel computed to its compute type. What is also in memory is rounded as there: another kernel
+        may read it beside numbers that this one computes from it, as a norm's gradient does beside the statistics."""
+        assert v.spec is not None
+        in_memory = v.id in self.stored or v.id in self.flow.needed
+        return self.cast(val, from_torch(v.spec.dtype) if in_memory else compute_dtype(v.spec.dtype))
 
     def row_result(self, v: Value, at: At) -> Val:
         if v.id not in self.rows:
