@@ -185,11 +185,11 @@ def test_a_kernel_reads_the_half_numbers_that_it_stores_as_they_are_stored() -> 
     torch.manual_seed(0)
     x, scale = torch.rand(8, 16, 32, 32).bfloat16(), torch.rand(16, 1, 1) + 0.5
 
-    def normed(x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    def normed(x: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         h = x + bias
         return torch.nn.functional.instance_norm(h * scale.to(torch.promote_types(x.dtype, scale.dtype))), h
 
-    def grad(f: Callable[..., tuple[Tensor, Tensor]], dtype: torch.dtype) -> Tensor:
+    def grad(f: Callable[..., tuple[torch.Tensor, torch.Tensor]], dtype: torch.dtype) -> torch.Tensor:
         bias = torch.linspace(-1, 1, 16).view(16, 1, 1).bfloat16().to(dtype).requires_grad_()
         y, _ = f(x.to(dtype), bias)
         return torch.autograd.grad(y, bias, torch.linspace(0, 1, y.numel()).view(y.shape).to(y.dtype))[0]
