@@ -291,7 +291,9 @@ def tested_for_equality(graph: Graph) -> None:
     for target in (aten.eq.Tensor, aten.ne.Tensor):
         for node in graph.find_nodes(op="call_function", target=target):
             for x in map(_moved, node.all_input_nodes):
-                if x.op == "call_function" and isinstance(x.meta.get("val"), torch.Tensor) and x.meta["val"].is_floating_point():
+                value = x.meta.get("val")
+                constant = x.op != "call_function" or x.target is aten.full.default
+                if not constant and isinstance(value, torch.Tensor) and value.is_floating_point():
                     x.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
 
 

@@ -30,8 +30,10 @@ _CONVOLUTIONS = {
 }
 _IMAGES = {torch.conv2d: 4, torch.conv_transpose2d: 4, torch.conv3d: 5, torch.conv_transpose3d: 5}
 """Convolutions that libraries compute in channels-last, and the rank of their images in a batch."""
+_FORWARDS = {torch.conv_transpose2d: torch.conv2d, torch.conv_transpose3d: torch.conv3d}
 _NORMS = frozenset({"group_norm", "instance_norm"})
 """Norms of rows, for which eager copies images to planes."""
+_ROW_NORMS = frozenset({"layer_norm", "rms_norm"})
 _DRAWS = frozenset(
     """
     dropout dropout_ dropout1d dropout2d dropout3d alpha_dropout alpha_dropout_ feature_dropout feature_dropout_
@@ -55,21 +57,26 @@ RUN, WINDOW = 8, 5
 
 
 class _Weight(torch.autograd.Function):
-    """A weight in channels-last whose gradient has the weight's own layout; autograd would make a second copy of any other."""
+    """A weight in channels-last whose gradient has the weight's own layout; autograd would make a second copy of any other. `turned`:
+    that of a transposed convolution as a convolution's."""
 
     @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, weight: torch.Tensor, turned: bool) -> torch.Tensor:
         last = CHANNELS_LAST[weight.dim()]
-        ctx.layout = torch.contiguous_format if weight.is_contiguous() else last
-        return weight.contiguous(memory_format=last)
+        ctx.layout, ctx.turned = torch.contiguous_format if weight.is_contiguous() else last, turned
+        return (_turned(weight) if turned else weight).contiguous(memory_format=last)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient.contiguous(memory_format=ctx.layout)
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return (_turned(gradient) if ctx.turned else gradient).contiguous(memory_format=ctx.layout), None
 
 
-def channels_last_weight(weight: torch.Tensor) -> torch.Tensor:
-    found: torch.Tensor = _Weight.apply(weight)
+def _turned(weight: torch.Tensor) -> torch.Tensor:
+    return weight.flip(tuple(range(2, weight.dim()))).transpose(0, 1)
+
+
+def channels_last_weight(weight: torch.Tensor, turned: bool = False) -> torch.Tensor:
+    found: torch.Tensor = _Weight.apply(weight, turned)
     return found
 
 
@@ -101,10 +108,10 @@ def preferred(gm: GraphModule, backend: Backend) -> GraphModule | None:
 
 def channels_last(gm: GraphModule) -> GraphModule | None:
     """Return a copy of the graph with its convolutions in channels-last; None unless a convolution of a training step reads the
-    output of another one, or is depthwise and worth both copies, or if strides may matter. The graph itself is not changed."""
+    output of another one or is worth the copies before and behind it, or if strides may matter. The graph itself is not changed."""
     convs = [n for n in gm.graph.nodes if n.op == "call_function" and n.target in _CONVOLUTIONS]
     images = dependents(convs)
-    worth = [n for n in convs if _given(n, 0, "input") in images or _is_depthwise(n)]
+    worth = [n for n in convs if _given(n, 0, "input") in images or _is_depthwise(n) or _has_overlaps(n)]
     if not worth or not all(map(_wanted, convs)) or not any(_example(n).requires_grad for n in worth):
         return None
     edits: dict[Node, Edit] = {n: _in_channels_last for n in convs if _IMAGES.get(n.target) == _example(n).dim()}
@@ -238,6 +245,27 @@ def _is_depthwise(n: Node) -> bool:
     return _given(n, 6, "groups") not in (None, 1) and _example(_given(n, 1, "weight")).shape[1] == 1
 
 
+def _has_overlaps(n: Node) -> bool:
+    """Whether libraries would copy images in planes for a convolution, in each pass: if its windows overlap (others are rows of a
+    product). Not where rows of the image are normalized, which lie apart in channels-last."""
+    side = max(_example(_given(n, 1, "weight")).shape[2:])
+    overlap = side > 1 if "transpose" in _name(n) else side > min(_each(_given(n, 3, "stride")))
+    return overlap and _IMAGES.get(n.target) == _example(n).dim() and not _reaches(n, _ROW_NORMS)
+
+
+def _reaches(n: Node, names: Collection[str]) -> bool:
+    """Whether one of these functions reads an image, or what ops that keep its rank and order of dims make of it."""
+    todo, seen = [n], {n}
+    while todo:
+        for user in todo.pop().users:
+            if _name(user) in names:
+                return True
+            if user not in seen and _name(user) not in _TRANSPOSES and _example(user).dim() == _example(n).dim():
+                seen.add(user)
+                todo.append(user)
+    return False
+
+
 def _has_kernels(n: Node, groups: int) -> bool:
     """Whether a convolution with groups is faster in this layout, in forward and both gradients together: depthwise ones of small
     squares (4 to 7 times), and groups of several channels (1.1 to 20 times). Two outputs of each channel, and larger squares and
@@ -319,17 +347,37 @@ def _laid(graph: Graph, made: Node, traced: Node) -> Node:
 
 def _in_channels_last(graph: Graph, made: dict[Node, Node], n: Node) -> Node:
     """Let a convolution read its image and weight in channels-last."""
-    conv = made[n]
+    conv, around = made[n], _padding_of_convolution(n)
     image, weight = _given(conv, 0, "input"), _given(conv, 1, "weight")
     with graph.inserting_before(conv):
         last = graph.call_method("contiguous", (image,), {"memory_format": CHANNELS_LAST[_example(n).dim()]})
         if _example(_given(n, 0, "input")).shape[1] == 1:  # in either layout, so that the convolution would leave planes
             points = graph.call_method("squeeze", (last, 1))
             last = graph.call_method("movedim", (graph.call_method("unsqueeze", (points, -1)), -1, 1))
-        packed = graph.call_function(channels_last_weight, (weight,))
+        packed = graph.call_function(channels_last_weight, (weight, around is not None))
     conv.replace_input_with(image, last)
     conv.replace_input_with(weight, packed)
+    if around is not None:
+        conv.target, conv.kwargs = _FORWARDS[n.target], {}
+        conv.args = (last, packed, _given(conv, 2, "bias"), 1, around, _given(conv, 7, "dilation") or 1)
     return conv
+
+
+def _padding_of_convolution(n: Node) -> tuple[int, ...] | None:
+    """Return the padding with which a transposed convolution of stride 1 is a convolution, None for others. For the gradient of a
+    transposed one's weight cuDNN may take seconds (16 to 64 channels of 16x32x128x128: 2.5 s, in planes 0.9 s)."""
+    ones = (_each(_given(n, 3, "stride")), _each(_given(n, 6, "groups")))
+    if n.target not in _FORWARDS or ones != ({1}, {1}) or _each(_given(n, 5, "output_padding") or 0) != {0}:
+        return None
+    window = _example(_given(n, 1, "weight")).shape[2:]
+    padding, dilation = (_for_dims(_given(n, k, name), len(window), of) for k, name, of in ((4, "padding", 0), (7, "dilation", 1)))
+    around = tuple(d * (side - 1) - p for side, d, p in zip(window, dilation, padding, strict=True))
+    return around if min(around) >= 0 else None
+
+
+def _for_dims(given: Any, dims: int, default: int) -> tuple[int, ...]:
+    numbers = (default,) if given is None else tuple(given) if isinstance(given, (tuple, list)) else (given,)
+    return numbers * dims if len(numbers) == 1 else numbers
 
 
 def _norm_in_channels_last(graph: Graph, made: dict[Node, Node], n: Node) -> Node:

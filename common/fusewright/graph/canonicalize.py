@@ -18,7 +18,7 @@ from fusewright.graph.refused import refusal
 from fusewright.interface import HOST
 from fusewright.ops.core import unbind
 from fusewright.ops.states import stated
-from fusewright.ops.strides import RULES
+from fusewright.ops.strides import CHANNELS_LAST, RULES
 
 _BATCH_NORM = torch.ops.aten.native_batch_norm.default
 
@@ -53,6 +53,7 @@ def canonicalize(graph: Graph) -> list[str]:
             _mend_dtypes(graph, node, row)
             if refused is not None:
                 continue
+            _lay_as_image(graph, node, row)
             _mend_strides(graph, node, row)
             if problems := list(verify.op_problems(node)):
                 node.meta[verify.UNTRUSTED] = f"the opset does not describe it as it was traced: {problems[0]}"
@@ -190,6 +191,22 @@ def _each_dim(node: Node, row: ops.Op) -> None:
     given = {name: bound[name] for name in ("stride", "padding", "dilation", "output_padding")}
     bound |= {name: [*numbers] * dims for name, numbers in given.items() if len(numbers) == 1}
     node.args, node.kwargs = unbind(row.params, bound)
+
+
+def _lay_as_image(graph: Graph, node: Node, row: ops.Op) -> None:
+    """Copy the gradient of a channels-last convolution to channels-last, as its library would: what computes it can lay it so. Autograd
+    does not see the layout of what it clears in place, as a minimum's gradient."""
+    if row.name != "conv_backward":
+        return
+    bound = row.bind(node.args, node.kwargs)
+    gradient, image = (retrace.value_of(bound[name]) for name in ("grad_output", "input"))
+    last = CHANNELS_LAST.get(image.dim())
+    if last is None or image.is_contiguous() or not image.is_contiguous(memory_format=last):
+        return
+    if not gradient.is_contiguous(memory_format=last):
+        with graph.inserting_before(node):
+            laid = retrace.called(graph, bound["grad_output"], torch.ops.aten.clone.default, bound["grad_output"], memory_format=last)
+        node.replace_input_with(bound["grad_output"], laid)
 
 
 def _forget_unread(graph: Graph, node: Node, row: ops.Op) -> None:

@@ -314,20 +314,34 @@ def test_images_that_are_groups_of_one_image_are_left_alone() -> None:
     assert not run(Modulated(lambda x: x))[0]
 
 
-@pytest.mark.parametrize("groups", [1, 8])
-def test_one_convolution_is_no_reason_unless_it_is_depthwise(groups: int) -> None:
-    """Those take a fourth of the time in channels-last, copies aside."""
+@pytest.mark.parametrize(
+    ("conv", "then", "worth"),
+    [
+        (nn.Conv2d(8, 8, 3), lambda x: x.flatten(2), True),
+        (nn.Conv2d(8, 8, 3, groups=8), lambda x: x.flatten(2), True),
+        (nn.ConvTranspose2d(8, 8, 3, 3), lambda x: x.sin(), True),
+        (nn.Conv2d(8, 8, 3, stride=3), lambda x: x.flatten(2), False),
+        (nn.Conv2d(8, 8, 1), lambda x: x.flatten(2), False),
+        (nn.Conv2d(8, 8, 3), lambda x: F.layer_norm(x.relu(), x.shape[-1:]), False),
+        (nn.Conv2d(8, 8, 3), lambda x: F.layer_norm(x.permute(0, 2, 3, 1), x.shape[1:2]), True),
+    ],
+    ids=["windows", "depthwise", "transposed", "patches", "pixels", "rows", "rows of channels"],
+)
+def test_one_convolution_is_a_reason_where_a_library_copies_its_image(
+    conv: nn.Module, then: Callable[[torch.Tensor], torch.Tensor], worth: bool
+) -> None:
+    """Patches and pixels are products, and what is normalized along rows of the image is read in planes."""
 
-    class Patches(nn.Module):
+    class One(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.first = self.second = nn.Conv2d(8, 8, 3, groups=groups)
+            self.first = self.second = conv
             self.shape = (2, 8, 9, 9)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.first(x).flatten(2)  # type: ignore[no-any-return]
+            return then(self.first(x))
 
-    assert bool(run(Patches())[0]) == (groups > 1)
+    assert bool(run(One())[0]) == worth
 
 
 def test_inference_is_left_alone() -> None:

@@ -39,6 +39,42 @@ def test_rows_beside_each_other_share_the_sectors_of_a_transposed_operand(dtype:
     assert config.tiles == (Tile((1,), rows),) and config.persistent and config.row == length
 
 
+def mixed(rows: int, length: int) -> Kernel:
+    """Long rows of x with neighbours of rows of y, summed and stored as x lies: a bias' gradient of images in two layouts."""
+    b = Builder("mixed", p=[rows], r=[length])
+    x, y, out, total = b.input("x", "f32"), b.input("y", "bool"), b.output("out", "f32"), b.output("total", "f32")
+    i, r = b.axes
+    kept = b.where(b.load(y, r * rows + i), b.load(x, i * length + r), b.const(0, "f32"))
+    b.store(out, i * length + r, kept)
+    b.store(total, i, b.reduce("sum", kept))
+    return b.build()
+
+
+def test_long_rows_beside_each_other_share_the_sectors_of_a_transposed_operand() -> None:
+    """Row by row the gradient took 6.9 ms on an H200, so 0.7: 128 channels of 128x126x126, whose flags are channels-last."""
+    config = choose(mixed(128, 1 << 21), H100)
+    assert config.tiles == (Tile((0,), 32),) and config.row == 64 and config.split == 128
+    assert choose(mixed(2, 1 << 21), H100).tiles == (Tile((0,), 2),)
+
+
+def test_a_row_of_blocks_of_columns_is_split_for_all_multiprocessors() -> None:
+    b = Builder("columns", p=[64], r=[1 << 23])
+    x, out = b.input("x", "bf16"), b.output("out", "f32")
+    i, r = b.axes
+    b.store(out, i, b.reduce("sum", b.load(x, r * 64 + i).to("f32")))
+    assert choose(b.build(), H100).split == 512
+
+
+@pytest.mark.parametrize(("rows", "length"), [(48, 40007), (2, 200000)])
+def test_long_rows_beside_each_other_are_right(rows: int, length: int) -> None:
+    kernel = mixed(rows, length)
+    assert choose(kernel, H100).tiles[0].block > 1
+    x, y, out, total = torch.randn(rows, length), torch.rand(length, rows) > 0.5, torch.empty(rows, length), torch.empty(rows)
+    simulate(kernel, [x, y, out, total], target=H100)
+    assert torch.equal(out, x * y.mT)
+    torch.testing.assert_close(total, out.double().sum(-1).float(), rtol=1e-5, atol=1e-2)
+
+
 def test_a_wide_operand_does_not_narrow_the_sectors_of_a_transposed_one() -> None:
     """DeBERTa's scores: one tensor is read at positions of eight bytes, the other, of two bytes, across rows."""
     b = Builder("scores", p=[96, 512], r=[512])
