@@ -52,7 +52,7 @@ def softplus(b: Builder, x: Val) -> Val:
 
 
 def _tanh_of_softplus(b: Builder, x: Val) -> tuple[Val, Val, Val]:
-    """tanh(log(1 + exp(x))), what it lacks of 1, and the sigmoid of x. With w = exp(x) the first is w (w + 2) / (w (w + 2) + 2): one
+    """tanh(log(1 + exp(x))), 1 minus that, and the sigmoid of x. With w = exp(x) the first is w (w + 2) / (w (w + 2) + 2): one
     exponential for all three, and no cancellation."""
     w, below = b.op("exp", -b.op("abs", x)), x < 0
     near, far = b.where(below, w * (w + 2), w * 2 + 1), b.where(below, 2, w * w * 2)
