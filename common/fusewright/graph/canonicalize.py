@@ -194,8 +194,8 @@ def _each_dim(node: Node, row: ops.Op) -> None:
 
 
 def _lay_as_image(graph: Graph, node: Node, row: ops.Op) -> None:
-    """Copy the gradient of a channels-last convolution to channels-last, as its library would: what computes it can lay it so. Autograd
-    does not see the layout of what it clears in place, as a minimum's gradient."""
+    """Copy the gradient of a channels-last convolution to channels-last, as its library would: what computes it can lay it so.
+    Autograd does not see the layout of what it clears in place, as a minimum's gradient."""
     if row.name != "conv_backward":
         return
     bound = row.bind(node.args, node.kwargs)
@@ -205,8 +205,8 @@ def _lay_as_image(graph: Graph, node: Node, row: ops.Op) -> None:
         return
     if not gradient.is_contiguous(memory_format=last):
         with graph.inserting_before(node):
-            laid = retrace.called(graph, bound["grad_output"], torch.ops.aten.clone.default, bound["grad_output"], memory_format=last)
-        node.replace_input_with(bound["grad_output"], laid)
+            given = bound["grad_output"]
+            node.replace_input_with(given, retrace.called(graph, given, torch.ops.aten.clone.default, given, memory_format=last))
 
 
 def _forget_unread(graph: Graph, node: Node, row: ops.Op) -> None:

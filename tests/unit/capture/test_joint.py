@@ -85,6 +85,15 @@ def test_what_the_gradient_of_a_maximum_compares_is_not_computed_again(largest: 
     assert "aten.mean.dim" in called(found["forward"]) and "aten.mean.dim" not in called(found["backward"])
 
 
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_constant_that_is_compared_is_not_saved() -> None:
+    """As an input of the backward graph, a number of the host would leave the comparison to eager."""
+    found, backend = traced()
+    x = torch.rand(3, 4, requires_grad=True)
+    torch.compile(lambda x: torch.min(x.sin(), torch.tensor(0.5)), backend=backend)(x).sum().backward()
+    assert {tuple(value_of(n).shape) for n in found["backward"].graph.find_nodes(op="placeholder")} == {(3, 4)}
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_seeds_of_an_attention_without_dropout_are_not_saved(dropout: float) -> None:
     """On a GPU eager makes them on the host. Swin's step was not replayed, and was compiled again for each kind of window."""
