@@ -28,9 +28,9 @@ from fusewright.ops.strides import CHANNELS_LAST
 _CONVOLUTIONS = {
     getattr(torch, f"conv{kind}") for kind in ("1d", "2d", "3d", "_transpose1d", "_transpose2d", "_transpose3d")
 }
-_IMAGES = {torch.conv2d: 4, torch.conv_transpose2d: 4, torch.conv3d: 5, torch.conv_transpose3d: 5}
+_IMAGES: dict[Any, int] = {torch.conv2d: 4, torch.conv_transpose2d: 4, torch.conv3d: 5, torch.conv_transpose3d: 5}
 """Convolutions that libraries compute in channels-last, and the rank of their images in a batch."""
-_FORWARDS = {torch.conv_transpose2d: torch.conv2d, torch.conv_transpose3d: torch.conv3d}
+_FORWARDS: dict[Any, Callable[..., torch.Tensor]] = {torch.conv_transpose2d: torch.conv2d, torch.conv_transpose3d: torch.conv3d}
 _NORMS = frozenset({"group_norm", "instance_norm"})
 """Norms of rows, for which eager copies images to planes."""
 _ROW_NORMS = frozenset({"layer_norm", "rms_norm"})
@@ -57,8 +57,8 @@ RUN, WINDOW = 8, 5
 
 
 class _Weight(torch.autograd.Function):
-    """A weight in channels-last whose gradient has the weight's own layout; autograd would make a second copy of any other. `turned`:
-    that of a transposed convolution as a convolution's."""
+    """A weight in channels-last whose gradient has the weight's own layout; autograd would make a second copy of any other. If
+    `turned`, that of a transposed convolution as a convolution's."""
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, turned: bool) -> torch.Tensor:

@@ -344,6 +344,48 @@ def test_one_convolution_is_a_reason_where_a_library_copies_its_image(
     assert bool(run(One())[0]) == worth
 
 
+@pytest.mark.parametrize(
+    ("conv", "turned"),
+    [
+        (nn.ConvTranspose2d(5, 7, (3, 4), padding=(1, 2)), True),
+        (nn.ConvTranspose3d(4, 6, 3, dilation=2), True),
+        (nn.ConvTranspose2d(5, 7, 3, padding=1, bias=False), True),
+        (nn.ConvTranspose2d(8, 8, 3, stride=(1, 2)), False),
+        (nn.ConvTranspose2d(8, 8, 3, padding=3), False),
+        (nn.ConvTranspose2d(8, 8, 3, stride=2, output_padding=1), False),
+    ],
+)
+def test_a_transposed_convolution_that_steps_by_one_is_a_convolution(conv: nn.Module, turned: bool) -> None:
+    """For gradients of the former's weights cuDNN may have a kernel that takes seconds."""
+
+    class One(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = self.second = conv
+            self.shape = (2, conv.in_channels, *(9, 8, 7)[: conv.weight.dim() - 2])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.first(x).sin()  # type: ignore[no-any-return]
+
+    calls: list[str] = []
+
+    def backend(gm: Any, inputs: Any) -> Any:
+        laid = layouts.channels_last(gm)
+        assert laid is not None
+        calls.extend(n.target.__name__ for n in laid.graph.nodes if n.target in (torch.conv2d, torch.conv3d))
+        return laid.forward
+
+    torch._dynamo.reset()
+    wanted = eager(One())
+    torch.manual_seed(0)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = torch.compile(One(), backend=backend)(torch.randn(One().shape))
+    grads = torch.autograd.grad(found.float().sin().sum(), [conv.weight, conv.weight])
+    assert bool(calls) == turned
+    assert_same([found, *grads], [*wanted[0], *wanted[1]])
+    assert [t.stride() for t in (found, *grads)] == [t.stride() for t in (*wanted[0], *wanted[1])]
+
+
 def test_inference_is_left_alone() -> None:
     module = Images(lambda x: x)
     found: list[Any] = []
