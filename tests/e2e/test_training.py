@@ -180,7 +180,28 @@ def test_a_norms_statistics_are_of_the_rounded_numbers_that_its_gradient_reads(
     assert (mine - right).norm() <= 2 * (theirs - right).norm() + 1e-5 * right.norm()
 
 
-def test_a_kernel_reads_the_half_numbers_that_it_stores_as_they_are_stored() -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_kernels_of_a_step_round_half_numbers_where_eager_does(dtype: torch.dtype) -> None:
+    """Forward and gradient may compute the same number, or one read what the other stored: they agree if both round it."""
+    torch.manual_seed(0)
+    inputs = torch.rand(64, 33).to(dtype), torch.rand(33).to(dtype)
+
+    def chain(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return ((x + y) * y - x) * (x * x + y)
+
+    def run(f: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+        given = [x.clone().requires_grad_() for x in inputs]
+        out = f(*given)
+        return [out.detach(), torch.autograd.grad(out, given[0], torch.ones_like(out))[0]]
+
+    for ours, eagers in zip(run(torch.compile(chain, backend=BACKEND)), run(chain), strict=True):
+        assert torch.equal(ours, eagers)
+    exact = chain(*(x.double() for x in inputs))  # in inference fewer roundings are more exact
+    mine, theirs = torch.compile(chain, backend=BACKEND)(*inputs), chain(*inputs)
+    assert (mine - exact).norm() < (theirs - exact).norm()
+
+
+def test_a_gradient_behind_a_norm_of_half_numbers_is_that_of_the_rounded_ones() -> None:
     """The gradient normalizes the stored sums by the statistics of the forward. Those of the unrounded sums are others."""
     torch.manual_seed(0)
     x, scale = torch.rand(8, 16, 32, 32).bfloat16(), torch.rand(16, 1, 1) + 0.5

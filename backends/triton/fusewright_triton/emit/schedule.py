@@ -375,7 +375,7 @@ def _scan_steps(shape: _Shape, target: Target) -> Config:
 
 
 def _square_steps(kernel: Kernel, shape: _Shape, axis: int, target: Target) -> Config:
-    """Give each program neighbouring rows along an axis of P, and steps of as many bytes: some operands are contiguous along the one,
+    """Give each program neighbouring rows along an axis of P, and steps of as many bytes: some operands are contiguous along one,
     some along the other. The gradient of a bias over 128x64x256x256 in bf16, one of two operands channels-last, took 8.5 ms row by
     row, and half of that so."""
     block, per_lane = SQUARE

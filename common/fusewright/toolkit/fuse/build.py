@@ -185,8 +185,7 @@ def build_group(
     Raises NotAligned or IndexTooComplex if they cannot be one kernel.
     """
     b, space = space_for(domain, order, name, size_hints(values_of(flow, units)))
-    members = frozenset(v.id for u in units for v, _ in u.outs())
-    e = KernelEvaluator(b, flow, members, frozenset(r.value.id for r in roots))
+    e = KernelEvaluator(b, flow, frozenset(v.id for u in units for v, _ in u.outs()))
     add_rows(e, space, units)
     stored = []
     for root in roots:

@@ -151,7 +151,8 @@ class _Planner:
         self.values = {v.id: v for op in region.ops for v in (*op.inputs(), *op.outs)}
         self.reads = [[self.values[r] for i in c.instructions for r in reads(i) if r in self.values] for c in self.all_calls]
         self.needed = self._needed_by_calls() | {v.id: v for i in whole - self.fixed.keys() for v in by_id[i].outs}
-        self.flow = Flow(region.ops, lambda op: rules[op.id], frozenset(self.fixed), frozenset(self.needed), whole)
+        rounds = region.phase != "infer"
+        self.flow = Flow(region.ops, lambda op: rules[op.id], frozenset(self.fixed), frozenset(self.needed), whole, rounds)
         self.checked: set[int] = set()
         self.partly: set[int] = set()
         self.out = Fused()

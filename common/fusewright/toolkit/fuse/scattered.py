@@ -87,7 +87,7 @@ def _stores(flow: Flow, group: Group, roots: Sequence[Root], jobs: Sequence[_Job
     domain = jobs[0].unit.domain()
     name = jobs[0].unit.op.op
     b, space = space_for(domain, range(len(domain.shape)), name, size_hints(values_of(flow, group.units)))
-    e = KernelEvaluator(b, flow, frozenset(group.levels), frozenset(r.value.id for r in roots))
+    e = KernelEvaluator(b, flow, frozenset(group.levels))
     made = [_made(e, j.unit, space) for j in jobs]
     stored = [(r.value, space.base.reshape(shape_of(r.value.spec))) for r in roots]
     results = [(v, at, e.value(v, at)) for v, at in stored]

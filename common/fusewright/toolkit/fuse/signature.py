@@ -34,7 +34,7 @@ class Signature:
             outs = tuple((self._fresh(v.id), layout(v.spec)) for v in u.op.outs)
             self.parts.append((u.op.op, getattr(u.rule, "outs", ()), args, outs))
         stored = tuple((self.arg(r.value), r.level) for r in roots)
-        return tuple(self.parts), domain, tuple(order), stored
+        return tuple(self.parts), domain, tuple(order), stored, self.flow.rounds
 
     def arg(self, a: Any) -> Hashable:
         if isinstance(a, Value):
@@ -50,8 +50,7 @@ class Signature:
             return self.number[v.id]
         if made is not None and (self.flow.is_view(made[0]) or self.flow.is_inline(made[0])):
             op, k = made
-            args, needed = tuple(self.arg(a) for a in op.args), v.id in self.flow.needed
-            self.parts.append((op.op, k, needed, args, tuple(layout(o.spec) for o in op.outs)))
+            self.parts.append((op.op, k, tuple(self.arg(a) for a in op.args), tuple(layout(o.spec) for o in op.outs)))
         else:
             self.parts.append(layout(v.spec) if v.spec is not None else ("size", v.dim))
         return self._fresh(v.id)

@@ -16,7 +16,7 @@ from fusewright.ops.semantics.coupled import MOST_RESULTS, given, ran, results
 from fusewright.ops.semantics.norm import rms_eps
 from fusewright.ops.semantics.steps import evaluated, names, parsed
 from fusewright.toolkit.ir import Index, Val
-from fusewright.toolkit.ir.types import TYPES, DType, from_torch
+from fusewright.toolkit.ir.types import TYPES, DType
 from fusewright.toolkit.lower import messages
 from fusewright.toolkit.lower.activation import softplus
 from fusewright.toolkit.lower.movement import out_type
@@ -311,14 +311,6 @@ def norm_type(op: OpView) -> DType:
     return compute_dtype(op.arg("input").spec.dtype)
 
 
-def norm_input(r: RowContext, op: OpView) -> Val:
-    """The input of a norm, rounded as in memory. A gradient may read it from there with statistics that another kernel computed
-    beside its producer: the mean of unrounded numbers is another one (a bias moves all numbers of a binade alike), which adds up in
-    the gradient of the weight."""
-    spec = op.arg("input").spec
-    return r.e.cast(r.x(op.arg("input"), norm_type(op)), from_torch(spec.dtype))
-
-
 def moments(r: RowContext, x: Val, eps: Any) -> tuple[Val, Val, Val]:
     """Mean, biased variance and 1 / sqrt(variance + eps) of each row."""
     n = value_of(r, r.count(), x.dtype)
@@ -333,7 +325,7 @@ def affine(v: Val, weight: Val | None, bias: Val | None) -> Val:
 
 def _layer_norm(r: RowContext, op: OpView) -> tuple[Val, ...]:
     t = norm_type(op)
-    x = norm_input(r, op)
+    x = r.x(op.arg("input"), t)
     mean, _, rstd = moments(r, x, op.arg("eps"))
     w, b = (None if op.arg(n) is None else r.per_position(op.arg(n), t) for n in ("weight", "bias"))
     return affine((x - mean) * rstd, w, b), mean, rstd
@@ -368,7 +360,7 @@ def channel_of_group(r: RowContext, arg: Any, t: DType) -> Val | None:
 
 def _group_norm(r: RowContext, op: OpView) -> tuple[Val, ...]:
     t = norm_type(op)
-    x = norm_input(r, op)
+    x = r.x(op.arg("input"), t)
     mean, _, rstd = moments(r, x, op.arg("eps"))
     w, b = (channel_of_group(r, op.arg(n), t) for n in ("weight", "bias"))
     return affine((x - mean) * rstd, w, b), mean, rstd
@@ -420,7 +412,7 @@ def _inverse_deviation(r: RowContext, var: Val, eps: float) -> Val:
 def _by_batch(r: RowContext, op: OpView) -> tuple[tuple[Val, Val, Val], Val]:
     """The results of a batch norm that normalises by the batch, and the variance of each channel."""
     t = norm_type(op)
-    x = norm_input(r, op)
+    x = r.x(op.arg("input"), t)
     mean, var, _ = moments(r, x, op.arg("eps"))
     rstd = _inverse_deviation(r, var, op.arg("eps"))
     w, b = (None if op.arg(n) is None else r.per_row(op.arg(n), t) for n in ("weight", "bias"))

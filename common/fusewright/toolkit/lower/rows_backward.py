@@ -9,16 +9,7 @@ from fusewright.interface import OpView
 from fusewright.toolkit.ir import Val
 from fusewright.toolkit.ir.types import DType
 from fusewright.toolkit.lower.movement import out_type
-from fusewright.toolkit.lower.rows import (
-    channel_of_group,
-    channels,
-    grouped,
-    norm_input,
-    normalised,
-    over,
-    plain_groups,
-    value_of,
-)
+from fusewright.toolkit.lower.rows import channel_of_group, channels, grouped, normalised, over, plain_groups, value_of
 from fusewright.toolkit.rules.evaluate import compute_dtype
 from fusewright.toolkit.rules.kinds import Domain, Evaluator, Map, Row, RowContext, Table
 from fusewright.toolkit.rules.space import At, Shape, product, shape_of
@@ -51,7 +42,7 @@ def _centred(r: RowContext, g: Val, xhat: Val, rstd: Val) -> Val:
 def _layer_norm_input(r: RowContext, op: OpView) -> tuple[Val, ...]:
     t = _type(op)
     mean, rstd = r.per_row(op.arg("mean"), t), r.per_row(op.arg("rstd"), t)
-    xhat, g = (norm_input(r, op) - mean) * rstd, r.x(op.arg("grad_out"), t)
+    xhat, g = (r.x(op.arg("input"), t) - mean) * rstd, r.x(op.arg("grad_out"), t)
     if op.arg("weight") is not None:
         g = g * r.per_position(op.arg("weight"), t)
     return (_centred(r, g, xhat, rstd),)
@@ -67,7 +58,7 @@ def _layer_norm_affine(r: RowContext, op: OpView) -> tuple[Val, ...]:
     t = _type(op)
     mean, rstd = r.per_position(op.arg("mean"), t), r.per_position(op.arg("rstd"), t)
     g = r.x(op.arg("grad_out"), t)
-    return r.sum(g * ((norm_input(r, op) - mean) * rstd)), r.sum(g)
+    return r.sum(g * ((r.x(op.arg("input"), t) - mean) * rstd)), r.sum(g)
 
 
 def _rms_norm_input(r: RowContext, op: OpView) -> tuple[Val, ...]:
@@ -87,7 +78,7 @@ def _rms_norm_weight(r: RowContext, op: OpView) -> tuple[Val, ...]:
 def _group_norm_input(r: RowContext, op: OpView) -> tuple[Val, ...]:
     t = _type(op)
     mean, rstd = r.per_row(op.arg("mean"), t), r.per_row(op.arg("rstd"), t)
-    xhat, g = (norm_input(r, op) - mean) * rstd, r.x(op.arg("grad_out"), t)
+    xhat, g = (r.x(op.arg("input"), t) - mean) * rstd, r.x(op.arg("grad_out"), t)
     w = channel_of_group(r, op.arg("weight"), t)
     return (_centred(r, g if w is None else g * w, xhat, rstd),)
 
@@ -101,12 +92,12 @@ def _group_norm_affine(r: RowContext, op: OpView) -> tuple[Val, ...]:
     at = r.full.pick((0, 1))
     mean, rstd = (r.e(op.arg(n), at.reshape(shape_of(op.arg(n).spec)), t) for n in ("mean", "rstd"))
     g = r.x(op.arg("grad_out"), t)
-    return r.sum(g * ((norm_input(r, op) - mean) * rstd)), r.sum(g)
+    return r.sum(g * ((r.x(op.arg("input"), t) - mean) * rstd)), r.sum(g)
 
 
 def _batch_norm(r: RowContext, op: OpView) -> tuple[Val, ...]:
     t = _type(op)
-    x, g = norm_input(r, op), r.x(op.arg("grad_out"), t)
+    x, g = r.x(op.arg("input"), t), r.x(op.arg("grad_out"), t)
     w = r.b.const(1, t) if op.arg("weight") is None else r.per_row(op.arg("weight"), t)
     if op.arg("train"):
         mean, rstd = r.per_row(op.arg("save_mean"), t), r.per_row(op.arg("save_invstd"), t)

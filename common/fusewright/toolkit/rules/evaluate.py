@@ -41,14 +41,12 @@ def compute_dtype(dtype: torch.dtype) -> DType:
 
 
 class KernelEvaluator:
-    """Evaluates values of a graph over the axes of one kernel. `members` are the values that it computes, `stored` those of them
-    that it stores."""
+    """Evaluates values of a graph over the axes of one kernel. `members` are the values that it computes."""
 
-    def __init__(self, builder: Builder, flow: Flow, members: frozenset[int], stored: frozenset[int] = frozenset()) -> None:
+    def __init__(self, builder: Builder, flow: Flow, members: frozenset[int]) -> None:
         self.b = builder
         self.flow = flow
         self.members = members
-        self.stored = stored
         self.rows: dict[int, tuple[Val, Index]] = {}
         """Result of a row op -> its value and the linear index for which the value holds."""
         self.buffers: dict[int, int] = {}
@@ -151,11 +149,9 @@ class KernelEvaluator:
             self._op = before
 
     def held(self, val: Val, v: Value) -> Val:
-        """Convert a result that the kernel computed to its compute type. What is also in memory is rounded as there: another kernel
-        may read it beside numbers that this one computes from it, as a norm's gradient does beside the statistics."""
+        """Convert a result that the kernel computed to the type that holds it, rounded to its own if the flow rounds."""
         assert v.spec is not None
-        in_memory = v.id in self.stored or v.id in self.flow.needed
-        return self.cast(val, from_torch(v.spec.dtype) if in_memory else compute_dtype(v.spec.dtype))
+        return self.cast(val, from_torch(v.spec.dtype) if self.flow.rounds else compute_dtype(v.spec.dtype))
 
     def row_result(self, v: Value, at: At) -> Val:
         if v.id not in self.rows:

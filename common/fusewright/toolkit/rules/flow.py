@@ -41,7 +41,10 @@ INLINE_DEPTH = 12
 
 class Flow:
     """The ops of a region that kernels may compute (`ops`), with their rules. `fixed`: ops computed by calls; `whole`: ops
-    whose results are stored, so that all of their indices are checked.
+    whose results are stored, so that all of their indices are checked; `rounds`: whether kernels round what they compute in half
+    types and read themselves. In a training step the other graph may read a number from memory, or compute it again, beside
+    statistics of it: a bias rounds all numbers of a binade alike, so that those of unrounded ones differ, which adds up in sums
+    that nearly cancel (a gradient by the bias in front of a norm was off by 107 times eager's error).
     """
 
     def __init__(
@@ -51,10 +54,10 @@ class Flow:
         fixed: frozenset[int] = frozenset(),
         needed: frozenset[int] = frozenset(),
         whole: frozenset[int] = frozenset(),
+        rounds: bool = False,
     ) -> None:
         self.ops = {op.id: op for op in ops}
-        self.needed = needed
-        self.fixed = fixed
+        self.needed, self.fixed, self.rounds = needed, fixed, rounds
         self._rules_of = rules_of
         self.producer: dict[int, tuple[OpView, int]] = {}
         self.users: dict[int, list[OpView]] = {}
