@@ -352,10 +352,11 @@ def test_one_convolution_is_a_reason_where_a_library_copies_its_image(
         (nn.ConvTranspose2d(5, 7, 3, padding=1, bias=False), True),
         (nn.ConvTranspose2d(8, 8, 3, stride=(1, 2)), False),
         (nn.ConvTranspose2d(8, 8, 3, padding=3), False),
+        (nn.ConvTranspose2d(32, 8, 3), False),
         (nn.ConvTranspose2d(8, 8, 3, stride=2, output_padding=1), False),
     ],
 )
-def test_a_transposed_convolution_that_steps_by_one_is_a_convolution(conv: nn.Module, turned: bool) -> None:
+def test_a_transposed_convolution_of_few_channels_that_steps_by_one_is_a_convolution(conv: nn.Module, turned: bool) -> None:
     """For gradients of the former's weights cuDNN may have a kernel that takes seconds."""
 
     class One(nn.Module):
