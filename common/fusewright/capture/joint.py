@@ -28,13 +28,13 @@ _MASKED = (aten.hardtanh_backward.default, aten.threshold_backward.default, aten
 
 _EFFICIENT_BACKWARD = aten._scaled_dot_product_efficient_attention_backward.default
 
-_NORMS = (aten.native_group_norm.default, aten.native_batch_norm.default, aten._native_batch_norm_legit.no_stats)
-
 _WITH_STATISTICS = (
     aten.native_layer_norm.default, aten.native_group_norm.default, aten.native_batch_norm.default,
     aten._native_batch_norm_legit_functional.default,
 )  # fmt: skip
 """Norms whose gradients read the operand, the mean and the reciprocal of the standard deviation."""
+
+_NORMS = (*_WITH_STATISTICS, aten._native_batch_norm_legit.no_stats)
 
 _NORM_GRADIENTS = (aten.native_group_norm_backward.default, aten.native_batch_norm_backward.default)
 

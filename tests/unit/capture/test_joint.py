@@ -307,6 +307,8 @@ def test_a_cat_that_a_product_reads_is_saved() -> None:
 @pytest.mark.parametrize(("follows", "apart"), [
     (lambda x: F.mish(x), True),
     (lambda x: F.group_norm(x, 2) + x, True),
+    (lambda x: F.batch_norm(x, torch.zeros(4), torch.ones(4), training=True), True),
+    (lambda x: F.layer_norm(x, x.shape[-1:]), True),
     (lambda x: F.relu(x), False),
     (lambda x: F.max_pool2d(F.silu(x), 2) + F.max_pool2d(x, 2), False),
     (lambda x: (F.silu(x), x), False),
