@@ -110,9 +110,11 @@ def channels_last(gm: GraphModule) -> GraphModule | None:
     """Return a copy of the graph with its convolutions in channels-last; None unless a convolution of a training step reads the
     output of another one or is worth the copies before and behind it, or if strides may matter. The graph itself is not changed."""
     convs = [n for n in gm.graph.nodes if n.op == "call_function" and n.target in _CONVOLUTIONS]
+    if not all(map(_wanted, convs)):
+        return None
     images = dependents(convs)
     worth = [n for n in convs if _given(n, 0, "input") in images or _is_depthwise(n) or _has_overlaps(n)]
-    if not worth or not all(map(_wanted, convs)) or not any(_example(n).requires_grad for n in worth):
+    if not any(_example(n).requires_grad for n in worth):
         return None
     edits: dict[Node, Edit] = {n: _in_channels_last for n in convs if _IMAGES.get(n.target) == _example(n).dim()}
     norms = [n for n in gm.graph.nodes if n in images and _name(n) in _NORMS and _example(n).dim() in CHANNELS_LAST]
@@ -234,10 +236,12 @@ def _example(n: Any) -> torch.Tensor:
 
 
 def _wanted(n: Node) -> bool:
-    """Whether a convolution may run in channels-last: fixed sizes, half precision (in fp32, libraries would round to TF32 only
-    in this layout), and groups, if any, for which libraries have kernels of this layout."""
+    """Whether a convolution may run in channels-last: fixed sizes and steps, half precision (in fp32, libraries would round to TF32
+    only in this layout), and groups, if any, for which libraries have kernels of this layout."""
     made, groups = _example(n), _given(n, 6, "groups")
-    fits = made.dtype in (torch.bfloat16, torch.float16) and all(isinstance(s, int) for s in made.shape)
+    geometry = (*n.args[3:], *(a for name, a in n.kwargs.items() if name not in ("input", "weight", "bias")))
+    fixed = not any(isinstance(i, Node) for given in geometry for i in _each(given)) and all(isinstance(s, int) for s in made.shape)
+    fits = fixed and made.dtype in (torch.bfloat16, torch.float16)
     return fits and (groups in (None, 1) or _has_kernels(n, groups))
 
 
