@@ -292,8 +292,8 @@ def tested_for_equality(graph: Graph) -> None:
         for node in graph.find_nodes(op="call_function", target=target):
             for x in map(_moved, node.all_input_nodes):
                 value = x.meta.get("val")
-                constant = x.op != "call_function" or x.target is aten.full.default
-                if not constant and isinstance(value, torch.Tensor) and value.is_floating_point():
+                computed = x.op == "call_function" and x.target is not aten.full.default
+                if computed and isinstance(value, torch.Tensor) and value.is_floating_point():
                     x.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
 
 

@@ -201,7 +201,8 @@ def _lay_as_image(graph: Graph, node: Node, row: ops.Op) -> None:
     bound = row.bind(node.args, node.kwargs)
     gradient, image = (retrace.value_of(bound[name]) for name in ("grad_output", "input"))
     last = CHANNELS_LAST.get(image.dim())
-    if last is None or image.is_contiguous() or not image.is_contiguous(memory_format=last):
+    fixed = all(isinstance(s, int) for t in (gradient, image) for s in (*t.shape, *t.stride()))  # symbols would be compared
+    if last is None or not fixed or image.is_contiguous() or not image.is_contiguous(memory_format=last):
         return
     if not gradient.is_contiguous(memory_format=last):
         with graph.inserting_before(node):
