@@ -302,8 +302,12 @@ def _is_inert(n: Node) -> bool:
 
 
 def _each(given: Any) -> set[Any]:
-    """The values given for the dims of a convolution, as one number or as several; 1 by default."""
-    return {1} if given is None else set(given) if isinstance(given, (tuple, list)) else {given}
+    return set(_numbers(given))
+
+
+def _numbers(given: Any) -> tuple[Any, ...]:
+    """What is given for the dims of a convolution, as one number or as several; 1 by default."""
+    return (1,) if given is None else tuple(given) if isinstance(given, (tuple, list)) else (given,)
 
 
 def _name(n: Node) -> str:
@@ -375,14 +379,10 @@ def _padding_of_convolution(n: Node) -> tuple[int, ...] | None:
     ins, _, *window = _example(_given(n, 1, "weight")).shape
     if n.target not in _FORWARDS or ones != ({1}, {1}) or _each(_given(n, 5, "output_padding") or 0) != {0} or ins >= MANY:
         return None
-    padding, dilation = (_for_dims(_given(n, k, name), len(window), of) for k, name, of in ((4, "padding", 0), (7, "dilation", 1)))
+    dims = len(window)
+    padding, dilation = ((_numbers(given) * dims)[:dims] for given in (_given(n, 4, "padding") or 0, _given(n, 7, "dilation")))
     around = tuple(d * (side - 1) - p for side, d, p in zip(window, dilation, padding, strict=True))
     return around if min(around) >= 0 else None
-
-
-def _for_dims(given: Any, dims: int, default: int) -> tuple[int, ...]:
-    numbers = (default,) if given is None else tuple(given) if isinstance(given, (tuple, list)) else (given,)
-    return numbers * dims if len(numbers) == 1 else numbers
 
 
 def _norm_in_channels_last(graph: Graph, made: dict[Node, Node], n: Node) -> Node:

@@ -167,10 +167,15 @@ def _separate_rows(graph: Graph, node: Node) -> None:
         val = retrace.value_of(x)
         if val.device.type != HOST or _is_blas_matrix(val):
             continue
-        with graph.inserting_before(node):
-            copy = graph.call_function(torch.ops.aten.clone.default, (x,), {"memory_format": torch.contiguous_format})
-        copy.meta.update(node.meta, val=retrace.infer(copy))
-        node.replace_input_with(x, copy)
+        _copy_operand(graph, node, x, torch.contiguous_format)
+
+
+def _copy_operand(graph: Graph, node: Node, x: Node, memory_format: torch.memory_format) -> None:
+    """Let a call read a copy of an operand in this layout."""
+    with graph.inserting_before(node):
+        copy = graph.call_function(torch.ops.aten.clone.default, (x,), {"memory_format": memory_format})
+    copy.meta.update(node.meta, val=retrace.infer(copy))
+    node.replace_input_with(x, copy)
 
 
 def _is_blas_matrix(val: torch.Tensor) -> bool:
@@ -205,9 +210,7 @@ def _lay_as_image(graph: Graph, node: Node, row: ops.Op) -> None:
     if last is None or not fixed or image.is_contiguous() or not image.is_contiguous(memory_format=last):
         return
     if not gradient.is_contiguous(memory_format=last):
-        with graph.inserting_before(node):
-            given = bound["grad_output"]
-            node.replace_input_with(given, retrace.called(graph, given, torch.ops.aten.clone.default, given, memory_format=last))
+        _copy_operand(graph, node, bound["grad_output"], last)
 
 
 def _forget_unread(graph: Graph, node: Node, row: ops.Op) -> None:

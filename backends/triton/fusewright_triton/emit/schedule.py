@@ -381,10 +381,14 @@ def _square_steps(kernel: Kernel, shape: _Shape, axis: int, target: Target) -> C
     block, per_lane = SQUARE
     last = axis == shape.n_p - 1
     block = min(block, _pow2(_neighbours(kernel, shape, axis) if last else shape.sizes[axis]))
-    step = min(_pow2(max(shape.row, 16)), 8 * target.lanes * per_lane // block)
+    return _block_steps(kernel, shape, tuple(range(shape.n_p)) if last else (axis,), block, per_lane, target)
+
+
+def _block_steps(kernel: Kernel, shape: _Shape, axes: tuple[int, ...], block: int, per_lane: int, target: Target) -> Config:
+    """Let a program pass in steps over a block of rows next to each other, so many elements of a step to each lane."""
+    step = min(_pow2(max(shape.row, 2)), max(4, 8 * target.lanes * per_lane // block))
     split = _split(kernel, shape, -(-shape.points // block), step, target, COLUMN_SPLIT)
-    warps = _warps(block * step, per_lane, target)
-    return Config(_tile(tuple(range(shape.n_p)) if last else (axis,), block), step, False, split, warps)
+    return Config(_tile(axes, block), step, False, split, _warps(block * step, per_lane, target))
 
 
 def _folded_steps(kernel: Kernel, shape: _Shape, target: Target) -> Config:
@@ -515,9 +519,7 @@ def _columns(kernel: Kernel, shape: _Shape, target: Target, static: bool) -> Con
         many = shape.points >= block * target.units and COLUMN * shape.live <= target.schedule.lane_words
         return Config(_tile(every, block), row, True, 1, _warps(block * row, COLUMN if many else COLUMN // 4, target))
     per_lane = COLUMN_STEPS[not any(n.op == "reduce" and n.how.startswith("arg") for n in kernel.nodes())]
-    step = min(row, max(4, 8 * target.lanes * per_lane // block))
-    split = _split(kernel, shape, -(-shape.points // block), step, target, COLUMN_SPLIT)
-    return Config(_tile(every, block), step, False, split, _warps(block * step, per_lane, target))
+    return _block_steps(kernel, shape, every, block, per_lane, target)
 
 
 def _neighbours(kernel: Kernel, shape: _Shape, inner: int) -> int:
